@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
+from kvbench.kernels.pack import Codes, dequantize, look_up, packed_width, quantize
 from kvbench.store.rotation import hadamard
 
 PARAMETER_BYTES = 4
@@ -69,6 +71,24 @@ class Coder(ABC):
     def tensors(self) -> list[Tensor]:
         """Tensors of the coder that count as stored: what depends on the context or on the model."""
         return []
+
+
+def decode_signs(packed: Tensor) -> Tensor:
+    """Packed bits as -1 and 1, in the order of their bytes. [..., w] uint8 -> [..., 8 w] float32"""
+    return look_up(_signs_by_byte(packed.device), packed).flatten(-2)
+
+
+def order_signs(x: Tensor) -> Tensor:
+    """Products in the order of `decode_signs`: sign i is in byte i % w; zeros where none is. [..., n] -> [..., 8 w]"""
+    width = packed_width(x.shape[-1], 1)
+    planes: Tensor = F.pad(x, (0, 8 * width - x.shape[-1])).unflatten(-1, (8, width))
+    return planes.mT.flatten(-2)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs_by_byte(device: torch.device) -> Tensor:
+    """The signs in every byte, once per device. [256, 8]"""
+    return (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1) * 2.0 - 1
 
 
 def as_norm(x: Tensor) -> Tensor:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.errors import UserError
-from kvbench.kernels.pack import look_up, pack, packed_width
+from kvbench.kernels.pack import pack, packed_width
 from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.store.coders import NORM_BYTES, Coder, GroupCoder, Parts, SplitCoder, as_norm
+from kvbench.store.coders import (
+    NORM_BYTES,
+    Coder,
+    GroupCoder,
+    Parts,
+    SplitCoder,
+    as_norm,
+    decode_signs,
+    order_signs,
+)
 from kvbench.store.rotation import mean_component, orthogonal_projection
 
 PROJECTION = 2
@@ -108,15 +115,12 @@ class SketchCoder(Coder):
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Signs in the order of their bytes, scaled for the product with a projected query."""
-        signs = look_up(_signs(parts["signs"].device), parts["signs"]).flatten(-2)
+        signs = decode_signs(parts["signs"])
         return signs.mul_(parts["norm"].float() / (self.bits * width * mean_component(width)))
 
     def turn(self, query: Tensor) -> Tensor:
         """Project, and put the products in the order of the signs."""
-        projected = query @ self._projection(query.shape[3], query.device).mT
-        width = packed_width(projected.shape[3], 1)  # sign i is in byte i % width
-        planes: Tensor = F.pad(projected, (0, 8 * width - projected.shape[3])).unflatten(3, (8, width))
-        return planes.mT.flatten(3)
+        return order_signs(query @ self._projection(query.shape[3], query.device).mT)
 
     def _projection(self, width: int, device: torch.device) -> Tensor:
         return orthogonal_projection(width, self.bits * width, PROJECTION, device)
@@ -124,9 +128,3 @@ class SketchCoder(Coder):
     def entry_bytes(self, width: int) -> int:
         """Signs and the norm."""
         return packed_width(self.bits * width, 1) + NORM_BYTES
-
-
-@functools.lru_cache(maxsize=64)
-def _signs(device: torch.device) -> Tensor:
-    """The signs in every byte, once per device. [256, 8]"""
-    return (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1) * 2.0 - 1

@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm
+from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm, decode_signs, order_signs
 from kvbench.store.rotation import gaussian_projection, random_rotation
 from kvbench.techniques.codebooks import nearest_level, sphere_levels
 
@@ -143,7 +143,7 @@ class RotatedCoder(Coder):
         found = found * (parts["norm"].float() / math.sqrt(width))
         if not self.sign:
             return found
-        signs = unpack(parts["signs"], 1, width).float() * 2 - 1
+        signs = decode_signs(parts["signs"])
         return torch.cat([found, signs * (parts["residual"].float() * (math.sqrt(math.pi / 2) / width))], dim=3)
 
     def turn(self, query: Tensor) -> Tensor:
@@ -151,7 +151,8 @@ class RotatedCoder(Coder):
         rotated = query @ random_rotation(query.shape[3], ROTATION, query.device).mT
         if not self.sign:
             return rotated
-        return torch.cat([rotated, rotated @ gaussian_projection(query.shape[3], PROJECTION, query.device).mT], dim=3)
+        projected = rotated @ gaussian_projection(query.shape[3], PROJECTION, query.device).mT
+        return torch.cat([rotated, order_signs(projected)], dim=3)
 
     def back(self, output: Tensor) -> Tensor:
         """Rotate back."""
