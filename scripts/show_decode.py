@@ -1,6 +1,6 @@
 """Writes the sections on eviction while decoding into docs/results.md, with a chart, and docs/results-smollm2.md.
 
-Only the text between their markers is replaced. The command line makes the results:
+The command line makes the results:
 
     kvbench sweep scripts/sweeps/decode.toml
     kvbench sweep scripts/sweeps/smollm2_decode.toml
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import vl_convert
-from show_results import MINI_PAGE, PICTURES, RESULTS, ROOT, SMOLLM2_PAGE, SMOLLM2_TASKS, fill, table
+from curated import SMOLLM2_TASKS
+from pages import DOCS, MINI_PAGE, RESULTS, SMOLLM2_PAGE, table, write
 
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
 
 FOLDER = RESULTS / "cpu-2-cores-decode"
-PICTURE = PICTURES / "results-decode.png"
+PICTURE = DOCS / "results-decode.png"
 QUARTERS = tuple(f"growth-lines-q{x}@1" for x in range(1, 5))
 
 
@@ -92,17 +93,15 @@ def make_chart(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Write the tables and the chart."""
-    results = read_results(FOLDER)
-    PICTURE.write_bytes(vl_convert.vegalite_to_png(make_chart(results), scale=1.5))
-    texts = {"decode-list-copy": copy_table(results), "decode-recurrence": recurrence_table(results)}
-    MINI_PAGE.write_text(fill(MINI_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8")
-    real = [x for x in read_results(SMOLLM2_TASKS) if x.task.length == 512]
-    texts = {"decode-list-copy": copy_table(real)}
-    SMOLLM2_PAGE.write_text(fill(SMOLLM2_PAGE.read_text(encoding="utf-8"), texts), encoding="utf-8")
-    print(f"written to {MINI_PAGE.relative_to(ROOT)}, {SMOLLM2_PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
+def make_texts() -> dict[Path, dict[str, str]]:
+    """The tables of `mini` and of the real model."""
+    mini, real = read_results(FOLDER), [x for x in read_results(SMOLLM2_TASKS) if x.task.length == 512]
+    return {
+        MINI_PAGE: {"decode-list-copy": copy_table(mini), "decode-recurrence": recurrence_table(mini)},
+        SMOLLM2_PAGE: {"decode-list-copy": copy_table(real)},
+    }
 
 
 if __name__ == "__main__":
-    main()
+    PICTURE.write_bytes(vl_convert.vegalite_to_png(make_chart(read_results(FOLDER)), scale=1.5))
+    write(make_texts())

@@ -1,6 +1,6 @@
 """Writes the tables of docs/diffusion.md: scores, steps, positions, bytes and times of every policy.
 
-Only the text between their markers is replaced. The command line makes the results:
+The command line makes the results:
 
     kvbench sweep scripts/sweeps/curated-diffusion.toml --workers 2
     kvbench sweep scripts/sweeps/prefix.toml
@@ -9,14 +9,14 @@ Only the text between their markers is replaced. The command line makes the resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 
-from show_results import RESULTS, ROOT, fill, table
+from pages import DOCS, RESULTS, table, write
 
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
 
-FOLDERS, PAGE = ("cpu-2-cores-diffusion", "mini-diffusion-prefix"), ROOT / "docs" / "diffusion.md"
+FOLDERS, PAGE = ("cpu-2-cores-diffusion", "mini-diffusion-prefix"), DOCS / "diffusion.md"
 TASKS = ("niah_multikey_1", "list-copy")
 COLUMNS = (
     "policy", "score", "steps", "positions per step", "of all", "MB read per step", "s per answer",
@@ -54,21 +54,15 @@ def row(result: Result) -> list[str]:
     ]
 
 
-def make_texts() -> Mapping[str, str]:
+def make_texts() -> dict[Path, dict[str, str]]:
     """The tables by their markers, the fastest policy first."""
     results = [load_run(x.parent).result for folder in FOLDERS for x in (RESULTS / folder).glob("*/result.json")]
-    return {
+    return {PAGE: {
         f"diffusion-{task}": table(COLUMNS, sorted(
             (row(x) for x in results if x.task.name == task), key=lambda x: (-float(x[-2]), x[0])
         )) for task in TASKS
-    }
-
-
-def main() -> None:
-    """Write the tables."""
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), make_texts()), encoding="utf-8")
-    print(f"written to {PAGE.relative_to(ROOT)}")
+    }}
 
 
 if __name__ == "__main__":
-    main()
+    write(make_texts())

@@ -1,7 +1,6 @@
 """Writes the tables of docs/findings.md and draws docs/findings.png from the records of three models.
 
-Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
-records:
+The command line makes the records:
 
     kvbench models add smollm2-135m
     kvbench reproduce --shape all --model smollm2-135m
@@ -20,19 +19,18 @@ from typing import Any
 
 import altair as alt
 import vl_convert
-from show_results import fill
+from pages import DOCS, RESULTS, write
 
 from kvbench.reproduce.findings.records import FindingsRecord
 from kvbench.reproduce.findings.statements import find_findings
 from kvbench.reproduce.findings.steps import METHODS, PART
 from kvbench.runs.files import read_file
 
-ROOT = Path(__file__).parent.parent
-RECORD = ROOT / "results" / "shape" / "smollm2-135m-q4_1.json"
-LARGER = ROOT / "results" / "shape" / "qwen2.5-coder-1.5b-q4_k_m.json"
-HYBRID = ROOT / "results" / "shape" / "mini-hybrid.json"
-PAGE = ROOT / "docs" / "findings.md"
-PICTURE = ROOT / "docs" / "findings.png"
+RECORD = RESULTS / "shape" / "smollm2-135m-q4_1.json"
+LARGER = RESULTS / "shape" / "qwen2.5-coder-1.5b-q4_k_m.json"
+HYBRID = RESULTS / "shape" / "mini-hybrid.json"
+PAGE = DOCS / "findings.md"
+PICTURE = DOCS / "findings.png"
 AFTER = (32, 64, 128, 192, 256)
 """Tokens after which the table of divergence by step has a column."""
 
@@ -128,18 +126,17 @@ def draw(record: FindingsRecord) -> bytes:
     return picture
 
 
-def main() -> None:
-    """Replace the tables and draw the picture."""
+def make_texts() -> dict[Path, dict[str, str]]:
+    """The tables by their markers."""
     record, larger, hybrid = (read_file(x, FindingsRecord) for x in (RECORD, LARGER, HYBRID))
-    page = PAGE.read_text(encoding="utf-8")
     parts = {
         "count": write_count(record), "findings": write_table(record), "reasons": write_reasons(record, larger),
         "definitions": write_definitions(), "hybrid": write_table(hybrid), "hybrid reasons": write_reasons(hybrid),
         "steps": write_steps(record), "larger": write_comparison((record, larger)), "larger count": write_count(larger),
     }
-    PAGE.write_text(fill(page, {name: f"{text}\n" for name, text in parts.items()}), encoding="utf-8")
-    PICTURE.write_bytes(draw(record))
+    return {PAGE: {name: f"{text}\n" for name, text in parts.items()}}
 
 
 if __name__ == "__main__":
-    main()
+    PICTURE.write_bytes(draw(read_file(RECORD, FindingsRecord)))
+    write(make_texts())

@@ -1,7 +1,6 @@
 """Writes the tables and charts of the curated results into the pages docs/results*.md and README.md.
 
-Only the text between the markers `<!-- begin NAME -->` and `<!-- end NAME -->` is replaced. The command line makes the
-results, and does not repeat finished runs:
+The command line makes the results, and does not repeat finished runs:
 
     kvbench sweep scripts/sweeps/curated.toml --workers 2
     kvbench sweep scripts/sweeps/curated-more.toml --share-prefill
@@ -15,98 +14,49 @@ results, and does not repeat finished runs:
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
-import vl_convert
+from chart_results import SEEN, draw_pictures
+from curated import (
+    HALF,
+    LOSSLESS,
+    MINI,
+    QWEN,
+    SMOLLM2,
+    SMOLLM2_TASKS,
+    TEXT,
+    cell_of,
+    group_cells,
+    list_cells,
+    order_cell,
+    ratio,
+    read,
+    read_results,
+    score,
+    setting,
+)
+from pages import MINI_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
 
-from kvbench.analysis.load import load_run
 from kvbench.analysis.metrics import Metric
-from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
-from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
-from kvbench.report.group import GroupedRun, label_results
 from kvbench.reproduce.findings.numbers import spearman
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results"
-MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
-LOSSLESS, TEXT, QWEN = (
-    RESULTS / x for x in ("smollm2-135m-lossless", "smollm2-135m-text", "qwen2.5-coder-1.5b")
-)
-PICTURES = ROOT / "docs"
-MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (PICTURES / f"results{x}.md" for x in ("", "-smollm2", "-qwen"))
-README = ROOT / "README.md"
-ANCHORS = ("full", "full-int8")
-SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
-QUARTER, HALF = "25%", "50%"
-NEEDLES = "niah_multikey_1"
-"""The task that the methods are compared on."""
-Cell = tuple[str, int, str]
-"""Task, length in tokens, visibility."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
 """Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
-
-
-@functools.cache
-def read_results(folder: Path) -> list[Result]:
-    """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
-    runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
-    results = [x.result for x in runs]
-    names = {x.method.name for x in results}
-    order = [*ANCHORS, *sorted(names - set(ANCHORS))]
-    return sorted(
-        results, key=lambda x: (order.index(x.method.name), x.task.length, x.visibility, ratio(x), float(read(x)[:-1]))
-    )
-
-
-def ratio(result: Result) -> float:
-    """Stored bytes as a share of the full cache's, host memory included."""
-    share = stored_share(result)
-    assert share is not None, result.run_id
-    return share
-
-
-def read(result: Result) -> str:
-    """Bytes that a decode step reads, as a share of those that the full cache reads."""
-    share = read_share(result)
-    assert share is not None, result.run_id
-    return f"{share:.1%}"
-
-
-def setting(result: Result) -> str:
-    """The budget asked for, or the bits that come to one."""
-    bits = [str(value) for name, value in result.method.settings.items() if name.endswith("_bits")]
-    return result.budget.asked or (f"{'/'.join(bits)} bits" if bits else "-")
-
-
-def score(result: Result) -> str:
-    """Mean and interval."""
-    assert result.score.mean is not None, result.run_id
-    assert result.score.ci95 is not None, result.run_id
-    low, high = result.score.ci95
-    return f"{result.score.mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def by_turn(result: Result) -> str:
     """The first turn, and the mean of those after it."""
     first, *later = (x.mean for x in result.score.by_turn)
     return f"{first:.2f}, then {fmean(later):.2f}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, names to the left and numbers to the right."""
-    rule = ["---", *("---:" for _ in header[1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows)) + "\n"
 
 
 def page_table(results: Sequence[Result]) -> str:
@@ -121,39 +71,6 @@ def page_table(results: Sequence[Result]) -> str:
     ]
     header = ("method", "budget", "stored", "read", "accuracy", "first turn, then others", "top-1", "KL, nats")
     return table(header, rows)
-
-
-def group_cells(results: Sequence[Result], budget: str = QUARTER) -> dict[str, dict[Cell, Result]]:
-    """Runs with this budget or at the method's fixed size, by method and cell."""
-    groups: dict[str, dict[Cell, Result]] = {}
-    for x in results:
-        if x.budget.asked in (None, budget):
-            groups.setdefault(name_method(x), {})[cell_of(x)] = x
-    return groups
-
-
-def name_method(result: Result) -> str:
-    """The method, with the bits that come to its size and other settings that are not its defaults."""
-    kind, settings = find_method(result.method.name), result.method.settings
-    changed = [f"{x} {y}" for x, y in settings.items() if not x.endswith("_bits") and getattr(kind, x) != y]
-    bits = [] if result.budget.asked or setting(result) == "-" else [setting(result)]
-    return ", ".join([result.method.name, *bits, *changed])
-
-
-def cell_of(result: Result) -> Cell:
-    """Where a run stands in a table."""
-    return result.task.name, result.task.length, result.visibility
-
-
-def order_cell(cell: Cell) -> tuple[bool, Cell]:
-    """The needle task first."""
-    return cell[0] != NEEDLES, cell
-
-
-def list_cells(groups: Mapping[str, Mapping[Cell, Result]]) -> list[Cell]:
-    """The cells that more than one method has, the needle task first."""
-    counts = Counter(x for cells in groups.values() for x in cells)
-    return sorted((x for x, count in counts.items() if count > 1), key=order_cell)
 
 
 def mini_table(results: Sequence[Result]) -> str:
@@ -265,67 +182,6 @@ def task_table(results: Sequence[Result]) -> str:
     return table(("task", *(f"{x:,} tokens" for x in lengths)), rows)
 
 
-def list_pictures() -> list[tuple[Path, str, Cost]]:
-    """The charts: by what may be seen, stored bytes apart from those read; the README's first."""
-    return [
-        (PICTURES / f"results{'' if visibility == 'hidden' else f'-{visibility}'}{suffix}.png", visibility, cost)
-        for cost, suffix in zip(COSTS[:2], ("", "-read"), strict=True) for visibility in SEEN
-    ]
-
-
-def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) -> None:
-    """A chart of `kvbench report`."""
-    spec = draw_cost([GroupedRun(*x) for x in zip(results, label_results(results), strict=True)], cost)
-    assert spec is not None, path
-    path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
-
-
-def draw_visibility(path: Path, results: Sequence[Result], title: str) -> None:
-    """Accuracy of every method by task, with the question hidden and visible; the best in the first cell first."""
-    groups = group_cells(results)
-    shown = list_cells(groups)
-    values, order = [], []
-    for name, cells in groups.items():
-        scores = [cells[x].score.mean if x in cells else None for x in shown]
-        order.append(([1 if x is None else -x for x in scores], name))
-        values += [
-            {"method": name, "task": task, "question": seen, "score": x}
-            for (task, _, seen), x in zip(shown, scores, strict=True) if x is not None
-        ]
-    y = {
-        "field": "method", "type": "nominal", "title": None, "axis": {"grid": True},
-        "sort": [name for _, name in sorted(order)],
-    }
-    x = {"field": "score", "type": "quantitative", "title": "accuracy", "scale": {"domain": [0, 1]}}
-    color = {
-        "field": "question", "type": "nominal", "scale": {"domain": ["hidden", "visible"], "range": COLORS[:2]},
-        "legend": {"orient": "top", "title": "question"},
-    }
-    facet = {"field": "task", "type": "nominal", "title": None, "sort": list(dict.fromkeys(task for task, *_ in shown))}
-    path.write_bytes(vl_convert.vegalite_to_png({
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "title": title, "data": {"values": values},
-        "facet": {"column": facet},
-        "spec": {"width": 330, "height": {"step": 13}, "encoding": {"y": y, "x": x}, "layer": [
-            {"mark": {"type": "line", "color": "#bbbbbb"}, "encoding": {"detail": {"field": "method"}}},
-            {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9}, "encoding": {"color": color}},
-        ]},
-    }))
-
-
-def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:
-    """The bundled model at the greatest length, and the real ones."""
-    draw_visibility(PICTURES / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, 2,048 tokens")
-    longest = max(x.task.length for x in mini)
-    for path, visibility, cost in list_pictures():
-        chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
-        draw_picture(path, chosen, cost, f"mini, {SEEN[visibility]}, {longest:,} tokens")
-    hidden = [x for x in smollm2 if x.visibility == "hidden"]
-    for suffix, cost in zip(("", "-read"), COSTS[:2], strict=True):
-        draw_picture(
-            PICTURES / f"results-smollm2{suffix}.png", hidden, cost, "SmolLM2-135M, question hidden, 1,024 tokens"
-        )
-
-
 def _name_commits(results: Sequence[Result]) -> str:
     """Every commit that runs are of, the one with the most first."""
     found = Counter(x.environment.git.commit[:12] for x in results if x.environment.git is not None)
@@ -396,16 +252,6 @@ def make_texts() -> dict[Path, dict[str, str]]:
     }
 
 
-def fill(page: str, texts: Mapping[str, str]) -> str:
-    """A page with new text between its markers, each of which it must have once."""
-    for name, text in texts.items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        page, count = re.subn(f"{begin}.*?{end}", lambda _, t=f"{begin}{text}{end}": t, page, flags=re.DOTALL)
-        assert count == 1, name
-    return page
-
-
 if __name__ == "__main__":
     draw_pictures(*map(read_results, (MINI, SMOLLM2, QWEN)))
-    for path, texts in make_texts().items():
-        path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
+    write(make_texts())

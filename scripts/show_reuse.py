@@ -1,6 +1,6 @@
 """Writes the tables of reuse across prompts into docs/tasks.md (`mini`) and docs/results-smollm2.md.
 
-Only the text between their markers is replaced. The command line makes the results:
+The command line makes the results:
 
     kvbench sweep scripts/sweeps/reuse.toml
     kvbench sweep scripts/sweeps/reuse-smollm2.toml --share-prefill
@@ -15,7 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from show_results import PICTURES, RESULTS, SMOLLM2_PAGE, fill, score, table
+from curated import score
+from pages import DOCS, RESULTS, SMOLLM2_PAGE, table, write
 
 from kvbench.analysis.compare import compare_runs
 from kvbench.analysis.load import FinishedRun, load_run
@@ -24,7 +25,7 @@ from kvbench.registry import find_task
 
 MINI, SMOLLM2 = RESULTS / "cpu-2-cores-reuse", RESULTS / "smollm2-135m-reuse"
 BENCH = RESULTS / "bench" / "cpu-2-cores.json"
-PAGE = PICTURES / "tasks.md"
+PAGE = DOCS / "tasks.md"
 
 
 def read_runs(folder: Path, task: str, visibility: str) -> list[FinishedRun]:
@@ -107,5 +108,4 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    for path, texts in make_texts().items():
-        path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
+    write(make_texts())

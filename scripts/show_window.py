@@ -1,7 +1,7 @@
 """Writes the section on numbers in the observation window into docs/results-qwen.md.
 
-Only the text between its markers is replaced. The answers are those of the curated runs (scripts/show_results.py), and
-scripts/measure_window.py measures which entries SnapKV keeps:
+The answers are those of the curated runs (scripts/curated.py), and scripts/measure_window.py measures which entries
+SnapKV keeps:
 
     python scripts/show_window.py
 """
@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from show_results import NEEDLES, QWEN, QWEN_PAGE, RESULTS, SMOLLM2, fill, group_cells, read_results, table
+from curated import NEEDLES, QWEN, SMOLLM2, group_cells, read_results
+from pages import QWEN_PAGE, RESULTS, table, write
 
 from kvbench.runs.files import read_lines
 from kvbench.runs.results import Result
@@ -75,5 +76,4 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    for path, texts in make_texts().items():
-        path.write_text(fill(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
+    write(make_texts())

@@ -88,20 +88,11 @@ def test_every_method_is_in_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["show_results", "show_reuse", "show_window"])
+@pytest.mark.parametrize("name", ["decode", "diffusion", "findings", "results", "reuse", "window"])
 def test_tables_are_those_of_the_results(name, monkeypatch):
     """README.md and the pages of results hold what the scripts write into them."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = load_script(name)
-    for path, texts in script.make_texts().items():
+    fill = load_script("pages").fill
+    for path, texts in load_script(f"show_{name}").make_texts().items():
         page = path.read_text(encoding="utf-8")
-        assert script.fill(page, texts) == page
-
-
-@pytest.mark.slow
-def test_tables_of_diffusion_are_those_of_the_results(monkeypatch):
-    """docs/diffusion.md holds what scripts/show_diffusion.py writes into it."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = load_script("show_diffusion")
-    page = script.PAGE.read_text(encoding="utf-8")
-    assert script.fill(page, script.make_texts()) == page
+        assert fill(page, texts) == page

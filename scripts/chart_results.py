@@ -1,0 +1,77 @@
+"""Charts of the curated results, drawn into docs/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import vl_convert
+from curated import group_cells, list_cells
+from pages import DOCS
+
+from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
+from kvbench.report.group import GroupedRun, label_results
+from kvbench.runs.results import Result
+
+SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
+
+
+def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:
+    """The bundled model at the greatest length, and the real ones."""
+    draw_visibility(DOCS / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, 2,048 tokens")
+    longest = max(x.task.length for x in mini)
+    for path, visibility, cost in list_pictures():
+        chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
+        draw_picture(path, chosen, cost, f"mini, {SEEN[visibility]}, {longest:,} tokens")
+    hidden = [x for x in smollm2 if x.visibility == "hidden"]
+    for suffix, cost in zip(("", "-read"), COSTS[:2], strict=True):
+        draw_picture(
+            DOCS / f"results-smollm2{suffix}.png", hidden, cost, "SmolLM2-135M, question hidden, 1,024 tokens"
+        )
+
+
+def list_pictures() -> list[tuple[Path, str, Cost]]:
+    """The charts: by what may be seen, stored bytes apart from those read; the README's first."""
+    return [
+        (DOCS / f"results{'' if visibility == 'hidden' else f'-{visibility}'}{suffix}.png", visibility, cost)
+        for cost, suffix in zip(COSTS[:2], ("", "-read"), strict=True) for visibility in SEEN
+    ]
+
+
+def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) -> None:
+    """A chart of `kvbench report`."""
+    spec = draw_cost([GroupedRun(*x) for x in zip(results, label_results(results), strict=True)], cost)
+    assert spec is not None, path
+    path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
+
+
+def draw_visibility(path: Path, results: Sequence[Result], title: str) -> None:
+    """Accuracy of every method by task, with the question hidden and visible; the best in the first cell first."""
+    groups = group_cells(results)
+    shown = list_cells(groups)
+    values, order = [], []
+    for name, cells in groups.items():
+        scores = [cells[x].score.mean if x in cells else None for x in shown]
+        order.append(([1 if x is None else -x for x in scores], name))
+        values += [
+            {"method": name, "task": task, "question": seen, "score": x}
+            for (task, _, seen), x in zip(shown, scores, strict=True) if x is not None
+        ]
+    y = {
+        "field": "method", "type": "nominal", "title": None, "axis": {"grid": True},
+        "sort": [name for _, name in sorted(order)],
+    }
+    x = {"field": "score", "type": "quantitative", "title": "accuracy", "scale": {"domain": [0, 1]}}
+    color = {
+        "field": "question", "type": "nominal", "scale": {"domain": ["hidden", "visible"], "range": COLORS[:2]},
+        "legend": {"orient": "top", "title": "question"},
+    }
+    facet = {"field": "task", "type": "nominal", "title": None, "sort": list(dict.fromkeys(task for task, *_ in shown))}
+    path.write_bytes(vl_convert.vegalite_to_png({
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "title": title, "data": {"values": values},
+        "facet": {"column": facet},
+        "spec": {"width": 330, "height": {"step": 13}, "encoding": {"y": y, "x": x}, "layer": [
+            {"mark": {"type": "line", "color": "#bbbbbb"}, "encoding": {"detail": {"field": "method"}}},
+            {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9}, "encoding": {"color": color}},
+        ]},
+    }))

@@ -1,0 +1,35 @@
+"""Where the pages of results lie, and how a script writes tables into them.
+
+A page has markers `<!-- begin NAME -->` and `<!-- end NAME -->`; only the text between them is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS, DOCS, README = ROOT / "results", ROOT / "docs", ROOT / "README.md"
+MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (DOCS / f"results{x}.md" for x in ("", "-smollm2", "-qwen"))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, names to the left and numbers to the right."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows)) + "\n"
+
+
+def fill(page: str, texts: Mapping[str, str]) -> str:
+    """A page with new text between its markers, each of which it must have once."""
+    for name, text in texts.items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        page, count = re.subn(f"{begin}.*?{end}", lambda _, t=f"{begin}{text}{end}": t, page, flags=re.DOTALL)
+        assert count == 1, name
+    return page
+
+
+def write(texts: Mapping[Path, Mapping[str, str]]) -> None:
+    """Write the texts of several pages between their markers."""
+    for path, parts in texts.items():
+        path.write_text(fill(path.read_text(encoding="utf-8"), parts), encoding="utf-8")
