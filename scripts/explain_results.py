@@ -1,24 +1,24 @@
 """Measures why methods score differently on models: `python scripts/explain_results.py mini smollm2-135m`.
 
-On contexts of niah_multikey_1, questions and reference answers are run after the context. An entry of a requested value
-counts as read by a KV head with the largest attention that a token of its question or answer gives to it, if that is at
-least 10 %. The table shows which heads read, where the entries that are read stand in the order of a score, and which
-of them a method keeps at a quarter of the cache, in the heads that read
-them. `--write` puts it into docs/differences.md.
+On contexts of a task, questions and reference answers are run after the context. An entry of a requested value counts
+as read by a KV head with the largest attention that a token of its question or answer gives to it, if that is at least
+10 %. The tables show which heads read, where the entries that are read stand in the order of a score, and which of them
+a method keeps at a quarter of the cache, in the heads that read them. `MODEL:TASK` takes another task than the needles.
+`--write` puts the tables into docs/differences.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import torch
+from pages import DOCS, table, write
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.budget import Budget
 from kvbench.check.trial import find_entries
@@ -32,6 +32,7 @@ from kvbench.methods.eviction.expected_attention import ExpectedAttention
 from kvbench.methods.eviction.keydiff import KeyDiff
 from kvbench.methods.eviction.knorm import Knorm
 from kvbench.methods.eviction.kvzip import KVzip
+from kvbench.methods.eviction.leverage import Leverage
 from kvbench.methods.eviction.observed_attention import ObservedAttention
 from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
@@ -45,7 +46,7 @@ from kvbench.reproduce.findings.numbers import ranks
 from kvbench.reproduce.findings.observe import Layer, Observer, Values, observe
 from kvbench.task import Encoded, Mode, Split, encode
 
-PAGE = Path(__file__).parent.parent / "docs" / "differences.md"
+PAGE, NEEDLES = DOCS / "differences.md", "niah_multikey_1"
 CONTEXTS, LENGTH, TURNS, SEED = 4, 1024, 5, 3
 BUDGET = Budget.parse("25%")
 LEAST = 0.1
@@ -54,7 +55,8 @@ AFTER = 2
 """Tokens after a value whose entries can carry it: the full stop, and the first token of the next sentence."""
 METHODS: dict[str, Method] = {
     "random": Random(), "kvzip": KVzip(), "knorm": Knorm(), "keydiff": KeyDiff(),
-    "observed-attention": ObservedAttention(), "snapkv": SnapKV(), "snapkv, no pooling": SnapKV(kernel=1),
+    "leverage": Leverage(), "observed-attention": ObservedAttention(), "snapkv": SnapKV(),
+    "snapkv, no pooling": SnapKV(kernel=1),
     "snapkv, pooling over 15": SnapKV(kernel=15), "snapkv+adakv": find_method("snapkv+adakv")(),
     "pyramidkv": PyramidKV(), "expected-attention": ExpectedAttention(),
     "expected-attention, mean only": ExpectedAttention(covariance=False),
@@ -73,12 +75,14 @@ class Turn:
     stop: int
     copies: tuple[tuple[int, int], ...]
     """(position that predicts a token of the value, position of this token in the context)"""
+    after: int = AFTER
+    """Entries after the value that count as its own."""
 
     @property
     def entries(self) -> list[int]:
         """Positions of the value in the context, and the tokens after it."""
         first = self.copies[0][1]
-        return list(range(first, first + len(self.copies) + AFTER))
+        return list(range(first, first + len(self.copies) + self.after))
 
 
 class Reading(Observer):
@@ -127,24 +131,36 @@ class Reading(Observer):
         return {}
 
 
-def find_turns(encoded: Encoded) -> Iterator[Turn]:
-    """The turns whose value stands in the context token by token."""
+def find_turns(encoded: Encoded, values: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Turn]:
+    """The turns whose value stands in the context token by token, or all but less than half of its tokens do."""
     context, at = list(encoded.context), len(encoded.context)
-    for number, turn in enumerate(encoded.turns):
+    for number, (turn, value) in enumerate(zip(encoded.turns, values, strict=True)):
         start = at
         at += len(turn.later if number else turn.first)
         answer = list(turn.answer)
-        for cut in range(2, len(answer)):  # at least without the space and the full stop around it
+        low, high = find_span(answer, value, tokenizer)
+        for length in range(high - low, (high - low) // 2, -1):
             found = [
-                (i, place) for i in range(cut + 1) for part in [answer[i : len(answer) - cut + i]]
-                for place in range(len(context) - len(part) - AFTER) if context[place : place + len(part)] == part
+                (i, place) for i in range(low, high - length + 1) for part in [answer[i : i + length]]
+                for place in range(len(context) - length + 1) if context[place : place + length] == part
             ]
             if found:
                 i, place = found[len(found) // 2]
-                copies = tuple((at + i + k - 1, place + k) for k in range(len(answer) - cut))
-                yield Turn(start, at - 1, at + len(answer), copies)
+                copies = tuple((at + i + k - 1, place + k) for k in range(length))
+                yield Turn(start, at - 1, at + len(answer), copies, min(AFTER, len(context) - place - length))
                 break
         at += len(answer)
+
+
+def find_span(answer: Sequence[int], value: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The first and the end of the fewest tokens of an answer that contain the value."""
+    low, high = 0, len(answer)
+    assert value in tokenizer.decode(answer), value
+    while value in tokenizer.decode(answer[low + 1 : high]):
+        low += 1
+    while value in tokenizer.decode(answer[low : high - 1]):
+        high -= 1
+    return low, high
 
 
 def keep(model: Model, method: Method, recording: Recording, context: Sequence[int]) -> list[list[Tensor]]:
@@ -157,9 +173,20 @@ def keep(model: Model, method: Method, recording: Recording, context: Sequence[i
     return found
 
 
-def measure(name: str) -> dict[str, str]:
-    """Every row of the table for one model."""
-    model, task = load_model(name, dtype="float32"), find_task("niah_multikey_1")()
+@dataclass(frozen=True)
+class Measured:
+    """One column of the tables."""
+
+    title: str
+    facts: dict[str, str]
+    kept: dict[tuple[str, str], str]
+    """By method and visibility."""
+
+
+def measure(name: str) -> Measured:
+    """The attention of a model, and the entries that methods keep. name: MODEL or MODEL:TASK."""
+    model_name, _, task_name = name.partition(":")
+    model, task = load_model(model_name), find_task(task_name or NEEDLES)()
     kept: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     every: list[Reading] = []
     examples = task.examples(
@@ -168,13 +195,15 @@ def measure(name: str) -> dict[str, str]:
     )
     for number, example in enumerate(examples):
         encoded = encode(task, example, model.tokenizer)
-        turns = list(find_turns(encoded))
+        turns = list(find_turns(encoded, [x.references[0] for x in example.turns], model.tokenizer))
         whole = [*encoded.context]
         for i, turn in enumerate(encoded.turns):
             whole += [*(turn.later if i else turn.first), *turn.answer]
         seen = Reading(len(encoded.context), turns)
         observe(model, whole, [seen])
         every.append(seen)
+        if not any(float(layer[0].sum()) for layer in seen.read):
+            raise SystemExit(f"{name}: no head reads the first value of context {number + 1}. Take another task.")
         for sight, question, asked in (("hidden", (), turns), ("visible", encoded.turns[0].first, turns[:1])):
             context = [*encoded.context, *question]
             recording = record(model, context, None, "torch", outputs=False)
@@ -185,7 +214,8 @@ def measure(name: str) -> dict[str, str]:
     read = torch.stack([
         torch.stack([torch.stack([y.sum(-1) for y in layer]).mean(0) for layer in x.read]) for x in every
     ]).mean(0)  # [L, H_kv]
-    return {**describe(every, read), **rank(model, read), **write(every, kept)}
+    facts = {"element type": model.dtype, **describe(every, read), **rank(model, read), **describe_places(every)}
+    return Measured(name.replace(":", ", "), facts, {x: describe_kept(shares) for x, shares in kept.items()})
 
 
 def judge(found: list[list[Tensor]], read: list[list[Tensor]], turns: Sequence[Turn]) -> tuple[float, float]:
@@ -239,38 +269,44 @@ def rank(model: Model, read: Tensor) -> dict[str, str]:
     return found
 
 
-def write(every: list[Reading], kept: dict[tuple[str, str], list[tuple[float, float]]]) -> dict[str, str]:
-    """Rows of places and of kept entries."""
+def describe_places(every: list[Reading]) -> dict[str, str]:
+    """Where the entries that are read stand in the order of each score."""
     found = {}
     for name in every[0].places:
         weighted, weights = (sum(y) for y in zip(*(z for x in every for z in x.places[name]), strict=True))
         found[f"place of entries that are read by {name}, 1 is largest"] = f"{weighted / weights:.2f}"
-    for label in METHODS:
-        means = [fmean(x) for sight in ("hidden", "visible") for x in zip(*kept[label, sight], strict=True)]
-        found[f"{label}: entries kept, values kept whole; the same with the question visible"] = (
-            "{:.0%}, {:.0%}; {:.0%}, {:.0%}".format(*means)
-        )
     return found
 
 
+def describe_kept(shares: list[tuple[float, float]]) -> str:
+    """Means over contexts of the entries and of the whole values that are kept."""
+    return ", ".join(f"{fmean(x):.0%}" for x in zip(*shares, strict=True))
+
+
+def make_texts(columns: Sequence[Measured]) -> dict[str, str]:
+    """The tables, a column per model and task."""
+    titles = [x.title for x in columns]
+    facts = [(row, *(x.facts[row] for x in columns)) for row in columns[0].facts]
+    kept = {
+        sight: [(label, *(x.kept[label, sight] for x in columns)) for label in METHODS]
+        for sight in ("hidden", "visible")
+    }
+    return {
+        "measured": table((f"measured on {CONTEXTS} contexts", *titles), facts),
+        **{f"kept {sight}": table((f"question {sight}", *titles), rows) for sight, rows in kept.items()},
+    }
+
+
 def main() -> None:
-    """Print the table, a column per model."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/differences.md")
+    parser.add_argument("models", nargs="+", metavar="MODEL[:TASK]")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/differences.md")
     given = parser.parse_args()
-    columns = [measure(name) for name in given.models]
-    lines = [f"| measured on {CONTEXTS} contexts | {' | '.join(given.models)} |", f"| --- |{' ---: |' * len(columns)}"]
-    lines += [f"| {row} | {' | '.join(x[row] for x in columns)} |" for row in columns[0]]
-    table = "\n".join(lines)
-    print(table)
+    texts = make_texts([measure(name) for name in given.models])
+    print("\n".join(texts.values()))
     if given.write:
-        page, count = re.subn(
-            r"(<!-- begin measured -->\n).*?(<!-- end measured -->)", lambda x: f"{x[1]}{table}\n{x[2]}",
-            PAGE.read_text(encoding="utf-8"), flags=re.DOTALL,
-        )
-        assert count == 1, f"{PAGE} has the markers once"
-        PAGE.write_text(page, encoding="utf-8")
+        write({PAGE: texts})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def script():
     spec = importlib.util.spec_from_file_location("explain_results", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -33,7 +35,7 @@ def test_the_value_of_every_turn_is_found(script):
         seed=3, split=Split.DEV, n=1, length=600, turns=3, mode=Mode.MULTI_TURN, tokenizer=model.tokenizer
     )
     encoded = encode(task, example, model.tokenizer)
-    turns = list(script.find_turns(encoded))
+    turns = list(script.find_turns(encoded, [x.references[0] for x in example.turns], model.tokenizer))
     whole = [*encoded.context]
     for i, turn in enumerate(encoded.turns):
         whole += [*(turn.later if i else turn.first), *turn.answer]
@@ -43,6 +45,24 @@ def test_the_value_of_every_turn_is_found(script):
         copied = model.tokenizer.decode([whole[column] for _, column in turn.copies])
         assert copied.strip() == asked.references[0]
         assert len(turn.entries) == len(turn.copies) + script.AFTER
+
+
+def test_a_value_at_the_end_of_the_context_is_found_whole(script):
+    """The answer ` 12.` has two digits in tokens of their own, which end the context; nothing stands after them."""
+    class Letters:
+        decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+
+    class Made:
+        context, answer = tuple(map(ord, "is 12")), tuple(map(ord, " 12."))
+
+    class Asked:
+        first = later = tuple(map(ord, "which?"))
+        answer = Made.answer
+
+    Made.turns = [Asked]
+    (turn,) = script.find_turns(Made, ["12"], Letters)
+    assert turn.copies == ((11, 3), (12, 4))
+    assert turn.entries == [3, 4]
 
 
 def test_what_is_kept_is_weighted_by_the_attention(script):
