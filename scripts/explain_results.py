@@ -237,8 +237,8 @@ def describe(every: list[Reading], read: Tensor) -> dict[str, str]:
     """The heads that read, and the tokens for which they do."""
     ordered = read.flatten().sort(descending=True).values
     quarter = ordered[: max(1, len(ordered) // 4)].sum() / ordered.sum()
-    depth = (read.sum(1) * torch.arange(len(read))).sum() / read.sum() / (len(read) - 1)
-    question = sum(x.by_question for x in every)
+    question, layers = sum(x.by_question for x in every), read.sum(1)
+    depth = (layers * torch.arange(len(read))).sum() / layers.sum() / (len(read) - 1)
     return {
         "tokens of a value": f"{fmean(len(y.copies) for x in every for y in x.turns):.1f}",
         "share of reading by tokens of the question, the rest by the answer":
@@ -247,7 +247,8 @@ def describe(every: list[Reading], read: Tensor) -> dict[str, str]:
         "KV heads that read": f"{int((ordered > 0).sum())} of {len(ordered)}",
         "share of all reading in the best quarter of KV heads": f"{float(quarter):.0%}",
         "mean depth of reading, 0 first layer, 1 last": f"{float(depth):.2f}",
-        "share of reading by layer": " ".join(f"{float(x):.2f}" for x in read.sum(1) / read.sum()),
+        "layer with the most reading; its share":
+            f"{int(layers.argmax()) + 1} of {len(read)}; {float(layers.max() / layers.sum()):.0%}",
         "spread of key norms in a head, standard deviation over mean":
             f"{fmean(y for x in every for y in x.norm_spread):.0%}",
     }
