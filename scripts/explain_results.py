@@ -54,9 +54,8 @@ LEAST = 0.1
 AFTER = 2
 """Tokens after a value whose entries can carry it: the full stop, and the first token of the next sentence."""
 METHODS: dict[str, Method] = {
-    "random": Random(), "kvzip": KVzip(), "knorm": Knorm(), "keydiff": KeyDiff(),
-    "leverage": Leverage(), "observed-attention": ObservedAttention(), "snapkv": SnapKV(),
-    "snapkv, no pooling": SnapKV(kernel=1),
+    "random": Random(), "kvzip": KVzip(), "knorm": Knorm(), "keydiff": KeyDiff(), "leverage": Leverage(),
+    "observed-attention": ObservedAttention(), "snapkv": SnapKV(), "snapkv, no pooling": SnapKV(kernel=1),
     "snapkv, pooling over 15": SnapKV(kernel=15), "snapkv+adakv": find_method("snapkv+adakv")(),
     "pyramidkv": PyramidKV(), "expected-attention": ExpectedAttention(),
     "expected-attention, mean only": ExpectedAttention(covariance=False),
@@ -153,7 +152,7 @@ def find_turns(encoded: Encoded, values: Sequence[str], tokenizer: PreTrainedTok
 
 
 def find_span(answer: Sequence[int], value: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The first and the end of the fewest tokens of an answer that contain the value."""
+    """Where the fewest tokens of an answer that contain the value start and stop."""
     low, high = 0, len(answer)
     assert value in tokenizer.decode(answer), value
     while value in tokenizer.decode(answer[low + 1 : high]):
