@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import vl_convert
-from curated import group_cells, list_cells
+from curated import SEEN, group_cells, list_cells
 from pages import DOCS
 
 from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
 from kvbench.runs.results import Result
-
-SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 
 
 def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:

@@ -19,6 +19,7 @@ LOSSLESS, TEXT, QWEN = (
     RESULTS / x for x in ("smollm2-135m-lossless", "smollm2-135m-text", "qwen2.5-coder-1.5b")
 )
 ANCHORS = ("full", "full-int8")
+SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}
 QUARTER, HALF = "25%", "50%"
 NEEDLES = "niah_multikey_1"
 """The task that the methods are compared on."""

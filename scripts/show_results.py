@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from chart_results import SEEN, draw_pictures
+from chart_results import draw_pictures
 from curated import (
     HALF,
     LOSSLESS,
     MINI,
     QWEN,
+    SEEN,
     SMOLLM2,
     SMOLLM2_TASKS,
     TEXT,
