@@ -154,14 +154,15 @@ class TieredKV(LayerKV):
             "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
         }
         group = step.query.shape[1] // step.key.shape[1]
+        # Not rounded to the model's type: that would shift the low tier against the exact one, by whole logits where
+        # a channel has a large mean.
         balanced = step.query.float() / self.state["balancer"].repeat_interleave(group, dim=1)
         parts = []
         if self.demoted.n:
             assert self.low is not None
             entries = self.demoted.held()
             codes = self.low.view(entries, self._widths)
-            query = balanced.to(step.query.dtype)  # kernels multiply in the query's type
-            parts.append(packed_partial(query, *codes, positions=entries.get("position"), **options))
+            parts.append(packed_partial(balanced, *codes, positions=entries.get("position"), **options))
         parts += self._high_parts(step, balanced, options)
         self._score(step, balanced, joint_lse(parts, step.sinks))
         return merge_partials(parts, step.sinks).to(step.query.dtype)
@@ -179,8 +180,10 @@ class TieredKV(LayerKV):
             positions=None if positions is None else positions[:, :, new], **options,
         )]
         if before:
-            old, query = None if positions is None else positions[:, :, :before], balanced.to(step.query.dtype)
-            parts.append(packed_partial(query, key.slice(0, before), value.slice(0, before), positions=old, **options))
+            old = None if positions is None else positions[:, :, :before]
+            parts.append(
+                packed_partial(balanced, key.slice(0, before), value.slice(0, before), positions=old, **options)
+            )
         return parts
 
     def _score(self, step: Step, balanced: Tensor, lse: Tensor) -> None:

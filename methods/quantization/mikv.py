@@ -38,6 +38,7 @@ class MiKV(TwoPrecisions):
 
     card: ClassVar[Card] = Card(
         name="mikv",
+        version="2",
         title="No Token Left Behind: Reliable KV Cache Compression via Importance-Aware Mixed Precision Quantization",
         idea="Later turns may need the entries that an eviction policy would drop, and a few bits are enough for them. "
         "Important entries stay exact; the others are quantized after a balancer moves key outliers into queries.",

@@ -11,10 +11,12 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.pack import dequantize, quantize
+from kvbench.kernels.packed_attention import packed_partial
 from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.quantization.mikv import MiKV
+from kvbench.store import tiers
 
 DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
 SHAPE = Shape(1000, (LayerShape(8, 32, 128, 128, None),) * 2, 2)
@@ -150,6 +152,35 @@ def test_a_channel_that_the_prompt_does_not_use_is_not_balanced(make_step):
     kv.append(last)
     assert output.isfinite().all()
     assert method.attend(kv, last).isfinite().all()
+
+
+@pytest.mark.parametrize("high_bits", [16, 8])
+def test_a_channel_with_a_large_mean_shifts_no_tier(make_step, monkeypatch, high_bits):
+    """In bfloat16, where a divided query that is rounded moves all logits of codes by a good part of one."""
+    found = []
+
+    def spy(query, keys, values, **options):
+        found.append((packed_partial(query, keys, values, **options), dequantize(keys)))
+        return found[-1][0]
+
+    monkeypatch.setattr(tiers, "packed_partial", spy)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 41, DIM, generator=generator) for _ in range(3))
+    key[..., 3] += 300
+    query[..., 3] += 3
+    method = replace(MiKV(important=0.5, low_bits=4, high_bits=high_bits), length=40)
+    kv = method.layer(0)
+    kv.capacity = 41
+    for part, moment in ((slice(0, 40), Moment.CONTEXT_END), (slice(40, 41), Moment.DECODE)):
+        rows = (x[:, :, part].bfloat16() for x in (query, key, value))
+        step = make_step(*rows, before=part.start, moment=moment)
+        kv.append(step)
+        method.attend(kv, step)
+        method.evict(kv, step)
+    assert len(found) == (1 if high_bits == 16 else 2)
+    for partial, keys in found:
+        logits = step.query.double() @ (keys / kv.state["balancer"]).double().mT
+        assert abs(float(partial.lse) - float(logits.logsumexp(-1))) < 0.01
 
 
 @pytest.mark.slow
