@@ -59,8 +59,8 @@ def spend(call: Callable[[], object]) -> float:
 
 def list_coders(keys: Tensor, values: Tensor) -> Iterator[tuple[str, Pair]]:
     """The encoder and the decoder of both, by method, with default settings."""
-    for method in (TurboQuant(), TurboQuant(variant="prod"), PolarQuant(), QJL(first_layers=0), Fp8(), Nvfp4(),
-                   QuaRotKV()):
+    qjl = replace(QJL(first_layers=0), layers=1)
+    for method in (TurboQuant(), TurboQuant(variant="prod"), PolarQuant(), qjl, Fp8(), Nvfp4(), QuaRotKV()):
         variant = " (prod)" if getattr(method, "variant", "mse") == "prod" else ""
         yield method.card.name + variant, pair(*method.coders(0), keys, values)
     key_coder, value_coder = KVQuant().coders(0)

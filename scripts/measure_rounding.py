@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from kvbench.hf import load_model
+from kvbench.method import Shape
 from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.nvfp4 import Nvfp4
 from kvbench.methods.quantization.polarquant import PolarQuant
@@ -21,17 +22,20 @@ from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, 
 
 README = Path(__file__).parent.parent / "README.md"
 TOKENS = 400
-METHODS = (Fp8(), Nvfp4(), QuaRotKV(), TurboQuant(), PolarQuant(), QJL())
+METHODS = (Fp8, Nvfp4, QuaRotKV, TurboQuant, PolarQuant, QJL)
 
 
 class Rounding(Observer):
     """Prints a row per layer."""
 
+    def __init__(self, shape: Shape) -> None:
+        self.methods = [x().fit(None, shape) for x in METHODS]
+
     def see(self, layer: Layer) -> None:
         """Print the row of a layer."""
         key, stored = layer.key, layer.step.key
         row = [float(key.abs().max()), float(key.mean(1).abs().max())]
-        for method in METHODS:
+        for method in self.methods:
             coder = method.coders(layer.index)[0].fit(stored)
             rounded = coder.decode(coder.encode(stored), stored.shape[3])[0]
             moved = attend(coder.turn(layer.query[None])[0], rounded, layer.step.scale, causal_mask(layer.length))
@@ -47,4 +51,5 @@ if __name__ == "__main__":
     model = load_model(sys.argv[1])
     names = " | ".join(x.card.name for x in METHODS)
     print(f"| layer | largest key | largest mean of a channel | {names} |\n| ---: |{' ---: |' * (2 + len(METHODS))}")
-    observe(model, model.tokenizer(README.read_text(encoding="utf-8")).input_ids[:TOKENS], [Rounding()])
+    ids = model.tokenizer(README.read_text(encoding="utf-8")).input_ids[:TOKENS]
+    observe(model, ids, [Rounding(model.shape(TOKENS))])

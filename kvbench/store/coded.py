@@ -1,4 +1,4 @@
-"""Entries as codes of their own: each vector is encoded by itself, so later entries are encoded when they arrive."""
+"""Entries as codes of their own: each vector is encoded by itself, when it arrives or in blocks of several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvbench.kernels.cast_attention import cast_partial
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.blocks import Residual
 from kvbench.store.coders import Coder, Parts
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
@@ -27,7 +28,7 @@ BLOCK = 2**20
 
 @dataclass
 class CodedKV(LayerKV):
-    """Exact entries until `encode` ends the context; from then on every entry is encoded when it arrives."""
+    """Exact entries until `encode` ends the context; codes from then on, and exact entries that wait for a block."""
 
     key_coder: Coder | None = None
     value_coder: Coder | None = None
@@ -36,9 +37,15 @@ class CodedKV(LayerKV):
     sinks: int = 0
     """First entries of the context, which stay exact; `turn` must then keep products and be undone by `back`."""
 
+    residual: int = 0
+    """Entries are encoded in blocks of this many, and those since the last whole block stay exact; 0: every entry is
+    encoded when it arrives."""
+
     coded: bool = field(default=False, init=False)
     first: dict[str, Tensor] = field(default_factory=dict, init=False)
     """Exact keys and values of the first entries. [B, H_kv, sinks, D]"""
+    recent: dict[str, Residual] = field(default_factory=dict, init=False)
+    """Exact keys and values since the last whole block, and their positions where they are stored."""
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
     _rope: Rope | None = field(default=None, init=False)
 
@@ -48,17 +55,26 @@ class CodedKV(LayerKV):
         return {"key": self.key_coder, "value": self.value_coder}
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
-        """Exact first entries, encoded others, and the tensors of the coders."""
+        """Exact first and last entries, encoded others, and the tensors of the coders."""
         heads, widths = layer.kv_heads, (layer.key_dim, layer.value_dim)
-        first = min(self.sinks, entries)
-        exact = heads * first * sum(widths) * shape.itemsize
-        return exact + sum(
-            heads * (entries - first) * x.entry_bytes(width) + x.fixed_bytes(width, heads)
+        exact = min(self.sinks, entries)
+        exact += self._waiting(entries - exact)
+        return heads * exact * sum(widths) * shape.itemsize + sum(
+            heads * (entries - exact) * x.entry_bytes(width) + x.fixed_bytes(width, heads)
             for x, width in zip(self._coders.values(), widths, strict=True)
         )
 
+    def _waiting(self, entries: int) -> int:
+        """How many of this many entries wait for a whole block."""
+        return entries % self.residual if self.residual else 0
+
+    @property
+    def _total(self) -> int:
+        """Entries of a KV head that are encoded or wait for it."""
+        return self.n + (self.recent["key"].n if self.recent else 0)
+
     def encode(self) -> None:
-        """End the context: encode all but the first entries and free the exact ones."""
+        """End the context: encode all but the first and the last entries and free the exact ones."""
         first = min(self.sinks, self.n)
         held = self._held()
         self._widths = held["key"].shape[3], held["value"].shape[3]
@@ -68,13 +84,50 @@ class CodedKV(LayerKV):
         if self.plain:
             exact["key"] = self._turn_keys(exact["key"], self.seen - self.n + first, inverse=True)
         self.key_coder, self.value_coder = (x.fit(exact[name]) for name, x in self._coders.items())
-        self._replace(self._encode(exact), self.n - first + max(0, self.capacity - self.seen))
+        later = max(0, self.capacity - self.seen)
+        if self.residual:
+            assert not self.plain, "recent keys are exact as they are rotated"
+            whole = self.n - first - self._waiting(self.n - first)
+            later += self.n - first - whole
+            self.recent = {
+                name: Residual(x[:, :, whole:] if x.dim() == 4 else x[:, :, whole:, None], 2 * self.residual)
+                for name, x in exact.items()
+            }
+            exact = {name: x[:, :, :whole] for name, x in exact.items()}
+        self._replace(self._encode(exact), exact["key"].shape[2] + later)
         self.coded = True
 
     def append(self, step: Step) -> None:
         """Add a forward's entries."""
         self._rope = step.rope
-        super().append(step)
+        if not self.recent:
+            super().append(step)
+            return
+        self.seen, self._window = step.seen, step.window
+        for name, x in self._entries(step).items():
+            self.recent[name].append(x if x.dim() == 4 else x[..., None])
+
+    def flush(self) -> None:
+        """Encode the exact entries that fill whole blocks, after the attention of their turn."""
+        waiting = self._total - self.n
+        whole = waiting - self._waiting(waiting)
+        if whole:
+            taken = {name: x.take(whole) for name, x in self.recent.items()}
+            self._write(self._encode({name: x if name in self._coders else x[..., 0] for name, x in taken.items()}))
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Logical positions of all entries but the first exact ones, where they are stored. [B, H_kv, n] int32"""
+        held = super().positions
+        if held is None or "position" not in self.recent:
+            return held
+        return torch.cat([held, self.recent["position"].entries[..., 0]], dim=2)
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens, of which up to `forward` are exact before they are encoded."""
+        super().reserve(tokens + self._total - self.n, forward)
+        for x in self.recent.values():
+            x.reserve(self.residual + forward)
 
     def _turn_keys(self, keys: Tensor, start: int, *, inverse: bool = False) -> Tensor:
         """Keys of the tokens from `start` on, rotated to their positions or back. [B, H_kv, n, D]"""
@@ -86,7 +139,7 @@ class CodedKV(LayerKV):
         entries = super()._entries(step)
         if self.coded and self.plain:
             entries["key"] = self._turn_keys(step.key, step.seen - step.key.shape[2], inverse=True)
-        return self._encode(entries) if self.coded else entries
+        return self._encode(entries) if self.coded and not self.recent else entries
 
     def _encode(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: x for name, x in entries.items() if name not in self._coders}
@@ -103,7 +156,7 @@ class CodedKV(LayerKV):
         """Keys and values of some entries, in the coders' coordinates. [B, H_kv, n, W] float32"""
         coders = zip(self._coders.items(), self._widths, strict=True)
         keys, values = (coder.decode(self._parts(kind, low, stop), width) for (kind, coder), width in coders)
-        return self._turn_keys(keys, self.seen - self.n + low) if self.plain else keys, values
+        return self._turn_keys(keys, self.seen - self._total + low) if self.plain else keys, values
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
@@ -114,6 +167,12 @@ class CodedKV(LayerKV):
         options: dict[str, Any] = {
             "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
         }
+        if self.recent:
+            parts = self._first(query, options) + self._earlier(query, self.n, options)
+            parts = [Partial(values.back(x.output), x.lse) for x in parts]
+            recent = (self.recent[name].entries for name in self._coders)
+            parts.append(dense_partial(step.query, *recent, positions=None, **options))
+            return merge_partials(parts, step.sinks).to(step.query.dtype)
         before = self.n - step.query.shape[2]
         parts = self._first(query, options) + self._earlier(query, before, options)
         own_keys, own_values = (x.to(query.dtype) for x in self.decode(before, self.n))
@@ -122,8 +181,8 @@ class CodedKV(LayerKV):
 
     def _earlier(self, query: Tensor, before: int, options: dict[str, Any]) -> list[Partial]:
         """Attention over the entries before those of the queries: over codes, casts, or blocks that are decoded."""
-        window, start = options["window"], self.seen - self.n
-        first = 0 if window is None else max(0, self.n - query.shape[2] - window + 1)
+        window, start = options["window"], self.seen - self._total
+        first = 0 if window is None else max(0, self._total - query.shape[2] - window + 1)
         if before <= first:
             return []
         held = {kind: self._parts(kind, first, before) for kind in self._coders}
@@ -150,16 +209,27 @@ class CodedKV(LayerKV):
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
         coders = [x for coder in self._coders.values() for x in coder.tensors()]
-        return [*super().tensors(), *coders, *self.first.values()]
+        return [*super().tensors(), *coders, *self.first.values(), *(x.block for x in self.recent.values())]
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no entry."""
+        return super().spare_bytes() + sum(x.spare_bytes() for x in self.recent.values())
+
+    def fork(self) -> LayerKV:
+        """A copy that may go on by itself: codes are shared, exact entries that wait for a block are copied."""
+        other = super().fork()
+        assert isinstance(other, CodedKV)
+        other.recent = {name: x.fork() for name, x in self.recent.items()}
+        return other
 
     def close(self) -> None:
         """Free the entries."""
         super().close()
-        self.first = {}
+        self.first, self.recent = {}, {}
 
     def entries_kept(self) -> list[int]:
-        """Entries of each (batch, KV head), exact first ones included."""
-        exact = self.first["key"].shape[2] if self.first else 0
+        """Entries of each (batch, KV head), exact ones included."""
+        exact = (self.first["key"].shape[2] if self.first else 0) + self._total - self.n
         return [x + exact for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:

@@ -120,10 +120,7 @@ class DenseKV:
             buffer = Buffer(entries, max(count, self.capacity if step.moment.in_context else 0))
             buffer.join(self)
             self._block = buffer
-        elif self.n + count > buffer.capacity or not buffer.clear(self):
-            buffer = self._reallocate(self.n + count)
-        buffer.write(self.n, entries)
-        self.n += count
+        self._write(entries)
         if self.queries and not self.settled:
             self.recent_queries = last_entries(self.recent_queries, step.query, self.queries)
         if self.column_sums:
@@ -131,6 +128,15 @@ class DenseKV:
                 column_sums(step.query, self.keys, scale=step.scale, seen=step.seen, window=step.window,
                             positions=self._where(), softcap=step.softcap, sinks=step.sinks)
             )
+
+    def _write(self, entries: dict[str, Tensor]) -> None:
+        """Add entries to the block; a full one is copied into a larger one."""
+        buffer, count = self._buffer, next(iter(entries.values())).shape[2]
+        assert buffer is not None
+        if self.n + count > buffer.capacity or not buffer.clear(self):
+            buffer = self._reallocate(self.n + count)
+        buffer.write(self.n, entries)
+        self.n += count
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room now for `tokens` more tokens, at most `forward` at a time, so that decode does not have to."""

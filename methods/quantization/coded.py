@@ -40,7 +40,9 @@ class CodedMethod(Method):
         return CodedKV(key_coder=keys, value_coder=values)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Encode the entries at the end of the context."""
+        """Encode the entries at the end of the context, and those that wait for a block when their turn ends."""
         assert isinstance(kv, CodedKV)
         if step.moment.compresses and not kv.coded:
             kv.encode()
+        elif step.moment.is_last:
+            kv.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from kvbench.constraints import Ge, Le, Natural, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.pack import pack, packed_width
-from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
+from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream, resolved
 from kvbench.methods.quantization.coded import CodedMethod
+from kvbench.store import LayerKV
+from kvbench.store.coded import CodedKV
 from kvbench.store.coders import (
     NORM_BYTES,
     Coder,
@@ -27,6 +29,8 @@ from kvbench.store.rotation import mean_component, orthogonal_projection
 
 PROJECTION = 2
 """Seed."""
+LAYERS = 32
+"""Layers of the authors' models, of which `first_layers` are the first."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +40,27 @@ class QJL(CodedMethod):
     key_bits: Positive = 2
     """Signs per channel of a key."""
     first_layers: Natural = 15
-    """Layers, the first ones, that have more signs."""
+    """Layers, the first ones of 32, that have other signs; in proportion to the model's depth."""
     first_bits: Positive = 4
     """Signs per channel of a key in the first layers."""
     outliers: Annotated[float, Ge(0), Le(0.5)] = 1 / 16
     """Share of the channels of a key, those of the largest norm in the context, that are projected apart."""
-    outlier_bits: Positive = 16
+    outlier_bits: Positive = 32
     """Signs per outlier channel."""
+    first_outlier_bits: Positive = 16
+    """Signs per outlier channel in the first layers."""
     value_bits: Literal[2, 3, 4, 8] = 2
     group: Positive = 32
     """Channels of a value that share a scale and a minimum; a narrower value is one group."""
+    residual: Natural = 128
+    """Entries per encoded block: those since the last whole block stay exact; 0: none does."""
+
+    layers: int | None = resolved()
+    """The model's number of layers; None: that of the authors' models."""
 
     card: ClassVar[Card] = Card(
         name="qjl",
-        version="2",
+        version="3",
         title="QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead",
         idea="The sign of a random projection of a key, times the projection of a query, has the mean of their "
         "product. Many signs and the key's norm give scores without any scale or minimum.",
@@ -61,8 +72,10 @@ class QJL(CodedMethod):
         heads="independent",
         upstream=Upstream(repo="amirzandieh/QJL", commit="421d61c", license="Apache-2.0"),
         deviations=(
-            ("Every later entry is encoded when it arrives; the authors keep up to 128 exact values and the keys since "
-            "the last multiple of 128."),
+            ("Keys and values since the last multiple of 128 entries stay exact, and a later turn's are encoded at its "
+            "end. The authors encode keys in the same blocks, but keep the last 128 values of a prompt exact and never "
+            "encode later ones."),
+            "The first layers are 15 of 32, in proportion to the model's depth; the authors' are 15 in every model.",
             ("Outlier channels are those of the largest norm over the whole context, per KV head; the authors choose 8 "
             "of 128 channels for every 32 tokens, which cannot be done for single tokens."),
             ("Outlier channels and the others have projections of their own and of their own number of signs per "
@@ -72,14 +85,16 @@ class QJL(CodedMethod):
             "Scales of values are rounded up and minima down to float16.",
         ),
         limits=(
+            "kvbench check runs contexts shorter than a block, which stay exact: check it with residual=32.",
             ("Projections are generated from a seed. All layers and conversations share them, so they do not count as "
             "stored bytes."),
+            "Up to 127 entries stay exact, so short contexts take more than the bits say.",
             "A step multiplies every sign by a float: in plain PyTorch it is many times slower than the full cache.",
         ),
     )
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Refuse groups that do not divide a value, and a share of outliers that is no channel (`UserError`)."""
+        """Take the number of layers; refuse groups that do not divide and outliers below a channel (`UserError`)."""
         for layer in shape.layers:
             if layer.value_dim % min(self.group, layer.value_dim):
                 raise UserError(
@@ -91,13 +106,25 @@ class QJL(CodedMethod):
                     f"qjl: a share of {self.outliers:g} of {layer.key_dim} channels is less than one. Set outliers to "
                     "0, or to a larger share."
                 )
-        return super().fit(budget, shape)
+        return replace(super().fit(budget, shape), layers=len(shape.layers))
+
+    def identity(self, shape: Shape) -> bool:
+        """Whether the context is too short for an encoded block."""
+        return max(shape.entries(x) for x in shape.layers) < self.residual
+
+    def layer(self, index: int) -> LayerKV:
+        """A store that encodes whole blocks."""
+        keys, values = self.coders(index)
+        return CodedKV(key_coder=keys, value_coder=values, residual=self.residual)
 
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """Signs for keys, groups for values."""
-        keys: Coder = SketchCoder(self.first_bits if layer < self.first_layers else self.key_bits)
+        first = layer * LAYERS // (self.layers or LAYERS) < self.first_layers
+        keys: Coder = SketchCoder(self.first_bits if first else self.key_bits)
         if self.outliers:
-            keys = SplitCoder(self.outliers, SketchCoder(self.outlier_bits), keys)
+            keys = SplitCoder(
+                self.outliers, SketchCoder(self.first_outlier_bits if first else self.outlier_bits), keys
+            )
         return keys, GroupCoder(self.value_bits, self.group)
 
 

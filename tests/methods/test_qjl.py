@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from kvbench.check.invariants import check
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.quantization.qjl import QJL, SketchCoder
@@ -45,11 +47,25 @@ def test_the_mean_component_of_a_direction():
 
 
 def test_bytes_at_128_channels():
-    """Layers from the sixteenth on: 240 signs of 120 channels, 128 of 8, two norms; values as in KIVI."""
-    (first, values), (later, _) = QJL().coders(14), QJL().coders(15)
-    assert later.entry_bytes(128) == 240 // 8 + 128 // 8 + 4
+    """Layers from the sixteenth on: 240 signs of 120 channels, 256 of 8, two norms; values as in KIVI."""
+    method = replace(QJL(), layers=32)
+    (first, values), (later, _) = method.coders(14), method.coders(15)
+    assert later.entry_bytes(128) == 240 // 8 + 256 // 8 + 4
     assert first.entry_bytes(128) == 480 // 8 + 128 // 8 + 4
     assert values.entry_bytes(128) == 32 + 4 * 4
+
+
+@pytest.mark.slow
+def test_small_blocks_pass_the_checks():
+    """The checks' contexts are shorter than the authors' blocks."""
+    assert [x.detail for x in check(QJL, {"residual": 32}) if not x.passed] == []
+
+
+def test_a_shallow_model_has_both_kinds_of_layers():
+    """15 of 32 layers are 2 of 4, 14 of 28 and 15 of 30."""
+    for layers, first in ((2, 1), (4, 2), (28, 14), (30, 15)):
+        bits = [replace(QJL(outliers=0), layers=layers).coders(i)[0].bits for i in range(layers)]
+        assert bits == [4] * first + [2] * (layers - first)
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -64,10 +64,42 @@ def test_attention_is_that_over_decoded_entries(name, window, monkeypatch):
     assert torch.allclose(kv.attend(step), (weights @ held[:, :, None]).flatten(1, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize("name", CODERS)
-def test_bytes_are_those_of_the_formula(name):
+def test_entries_since_the_last_whole_block_are_exact(name, window):
+    """In blocks of 8: of 30 entries 24 are codes, of 39 at a turn's end 32; a fork goes on by itself."""
+    keys, values = CODERS[name]
+    context = [draw(2, heads, 30, 16, seed=heads) for heads in (4, 2, 2)]
+    kv = CodedKV(key_coder=keys, value_coder=values, residual=8)
+    kv.append(make_step(*context, 0))
+    kv.encode()
+    fitted = [x.fit(y) for x, y in zip((keys, values), context[1:], strict=True)]
+    units, before, whole = torch.eye(16).expand(2, 2, -1, -1), 30, context[1:]
+    for count, encoded in ((5, 24), (4, 24), (3, 32)):
+        more = [draw(2, heads, count, 16, seed=10 * count + heads) for heads in (4, 2, 2)]
+        step = make_step(*more, before, moment=Moment.TURN_END, window=window)
+        kv, left = kv.fork(), kv
+        left.append(make_step(*(-x for x in more), before))  # what a fork appends must not be seen by another
+        kv.append(step)
+        before += count
+        whole = [torch.cat([x, y], dim=2) for x, y in zip(whole, more[1:], strict=True)]
+        coded_keys = fitted[0].decode(fitted[0].encode(whole[0]), 16) @ fitted[0].turn(units).mT
+        coded_values = fitted[1].back(fitted[1].decode(fitted[1].encode(whole[1]), 16))
+        seen = torch.cat([coded_keys[:, :, :encoded], whole[0][:, :, encoded:]], dim=2)
+        held = torch.cat([coded_values[:, :, :encoded], whole[1][:, :, encoded:]], dim=2)
+        weights = attention_weights(more[0], seen, scale=0.3, seen=before, window=window).float()
+        assert torch.allclose(kv.attend(step), (weights @ held[:, :, None]).flatten(1, 2), atol=1e-5)
+        if count == 4:
+            kv.flush()
+            assert kv.n == 32
+        assert kv.entries_kept() == [before] * 4
+
+
+@pytest.mark.parametrize("residual", [0, 4])
+@pytest.mark.parametrize("name", CODERS)
+def test_bytes_are_those_of_the_formula(name, residual):
     """Every part of an entry and what is kept per head, for keys and values of other widths."""
-    kv = CodedKV(key_coder=CODERS[name][0], value_coder=CODERS[name][1], sinks=2)
+    kv = CodedKV(key_coder=CODERS[name][0], value_coder=CODERS[name][1], sinks=2, residual=residual)
     kv.append(make_step(draw(1, 4, 9, 32), draw(1, 2, 9, 32), draw(1, 2, 9, 16), 0))
     kv.encode()
     layer = LayerShape(kv_heads=2, query_heads=4, key_dim=32, value_dim=16, window=None)
