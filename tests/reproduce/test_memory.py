@@ -48,7 +48,7 @@ def test_a_method_that_compresses_after_the_prompt_extends_no_prompt():
 
 @pytest.mark.parametrize(("claim", "expected"), [
     ("r-kv:batch", [62, 31, 436, 436, 303, 303, 159, 159]), ("triattention:bytes", [10.58]), ("xkv:bytes", [8.03]),
-    ("polarquant:bytes", [4.13]), ("qjl:bytes", [4.25]), ("palu:bytes", [50.39]),
+    ("polarquant:bytes", [4.13]), ("palu:bytes", [50.39]),
 ])
 def test_bytes_of_later_methods_are_reproduced(claim, expected):
     """Batches, factors of compression and shares that follow from the papers' settings."""
@@ -61,6 +61,13 @@ def test_a_context_that_is_coded_once_complete_is_no_longer_than_the_full_cache(
     """KVQuant's million tokens are not reproduced."""
     (found,) = judged("kvquant:longest")
     assert (found.ours.value, found.verdict) == (133_120, "not reproduced (bytes)")
+
+
+def test_the_bits_of_the_qjl_abstract_are_not_those_of_its_code():
+    """Its released settings take 15 % more bytes than a fifth of the cache."""
+    (found,) = judged("qjl:bytes")
+    assert found.ours.value == pytest.approx(4.25, abs=0.005)
+    assert found.verdict == "not reproduced (bytes)"
 
 
 def test_a_number_from_memory_says_so():
