@@ -62,7 +62,7 @@ class ReadingMethod(Method):
         """Resolve the budget; refuse a model of which every layer stays exact (`UserError`)."""
         fitted = super().fit(budget, shape)
         if not fitted.identity(shape) and not any(self.chooses(i, x.window) for i, x in enumerate(shape.layers)):
-            kept = "sliding-window layers" if self.chooses(0, None) else "the first layer and sliding-window layers"
+            kept = "sliding-window layers" if self.chooses(0, None) else "its first layers and sliding-window layers"
             raise UserError(
                 f"{self.card.name} keeps {kept} exact, and this model has no others: it would have no effect. Use a "
                 "method that selects in them, such as quest."

@@ -13,7 +13,7 @@ from kvbench.constraints import Gt, Le, Positive
 from kvbench.errors import UserError
 from kvbench.hf.adapter import project_queries
 from kvbench.kernels.ragged_attention import Partial
-from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
+from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.calibration import calibrate, calibrated
@@ -33,7 +33,7 @@ _MODELS: WeakValueDictionary[str, Model] = WeakValueDictionary()
 class InfiniGen(ReadingMethod):
     """Reads, in every KV head of a layer, equally many entries of the highest guessed logits."""
 
-    alpha: Annotated[float, Gt(0)] = 4.0
+    alpha: Annotated[float, Gt(0)] = 5.0
     """Entries count whose guessed logit is at most this much below the largest one of their head."""
     share: Annotated[float, Gt(0), Le(1)] = 0.3
     """Share of a key's channels, after skewing, that give the guess."""
@@ -42,6 +42,8 @@ class InfiniGen(ReadingMethod):
 
     skew: str | None = resolved(by_bind=True)
     """SHA-256 of the skewing matrices of all layers."""
+    exact_layers: int | None = resolved()
+    """Number of first layers that read everything: 2, or 1 in a model of two layers."""
 
     card: ClassVar[Card] = Card(
         name="infinigen",
@@ -51,6 +53,7 @@ class InfiniGen(ReadingMethod):
         "each key enough for the guess.",
         arxiv="2406.19707",
         year=2024,
+        version="2",
         family="retrieval",
         stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
@@ -63,8 +66,9 @@ class InfiniGen(ReadingMethod):
             "paper the most is a fifth of the cache."),
             ("Channels have the largest magnitude of the prompt's queries and keys together. The authors' code takes "
             "the best of queries and the best of keys of another text, a share of 0.2 each."),
-            ("alpha is the authors' for OPT; their scripts have 5 for Llama 2, where the second layer reads every "
-            "entry, too."),
+            "alpha is 5 as in the authors' code for Llama 2, whose queries are rotated; theirs for OPT is 4.",
+            ("In a model of two layers the second one chooses, or the method would have no effect; the authors' models "
+            "have more, and their first two read every entry."),
             "The mean number of entries is rounded; the authors' code rounds it down.",
             ("A group of query heads shares a matrix, the channels, and the entries: an entry has the best margin of "
             "any of its heads. The paper's models have no groups."),
@@ -78,7 +82,8 @@ class InfiniGen(ReadingMethod):
         ),
         limits=(
             "It saves reads; a part of every key is stored in addition to all entries.",
-            "The first layer reads every entry: no layer before it can guess.",
+            ("The first two layers read every entry: no layer comes before the first, and the authors' code takes no "
+            "guess from the first for the second."),
             "The prompt is run with full attention.",
             "The skewing matrices are not counted as bytes of the cache: they stand for changed weights.",
             "The manual's text differs between versions of Python; the result records a hash of the matrices.",
@@ -94,13 +99,19 @@ class InfiniGen(ReadingMethod):
         _MODELS[sha256] = model
         return replace(self, skew=sha256)
 
+    def fit(self, budget: Budget | None, shape: Shape) -> Self:
+        """Resolve the number of layers that read everything, and the budget."""
+        exact = max(1, min(2, len(shape.layers) - 1))
+        return super(InfiniGen, replace(self, exact_layers=exact)).fit(budget, shape)
+
     def minimum_entries(self) -> int:
         """The current entry and one to choose."""
         return 2
 
     def chooses(self, index: int, window: int | None) -> bool:
-        """Every layer of full attention but the first."""
-        return index > 0 and super().chooses(index, window)
+        """Every layer of full attention but the first ones."""
+        assert self.exact_layers is not None
+        return index >= self.exact_layers and super().chooses(index, window)
 
     def skewing(self, layer: int, like: Tensor) -> Tensor:
         """The skewing matrix of every KV head. [H_kv, D, D] float32"""
@@ -128,7 +139,7 @@ class InfiniGen(ReadingMethod):
         """Leave the queries that the next layer's projection makes of this layer's input. [B, H_q, T, D]"""
         assert self.skew is not None
         model, layer = _MODELS[self.skew], step.layer + 1
-        if layer < len(model.layers):
+        if layer < len(model.layers) and self.chooses(layer, model.layers[layer].window):
             assert step.hidden is not None
             query = project_queries(model.attentions[layer], step.hidden, model.layers[layer].key_dim)
             assert query is not None

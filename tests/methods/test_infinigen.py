@@ -43,7 +43,7 @@ def test_skewing_orders_channels_by_the_queries_they_hold():
 
 def test_entries_are_chosen_by_the_layer_before(monkeypatch):
     """Every mask of a decode step, from the inputs of the layer before, written out."""
-    model = tiny_model(layers=3)
+    model = tiny_model(layers=4)
     method = fitted(InfiniGen(alpha=1.0, share=0.5), model)
     steps, masks = [], []
     read = ChosenKV.read
@@ -61,7 +61,7 @@ def test_entries_are_chosen_by_the_layer_before(monkeypatch):
         session.score([7])
         keys = [x.keys.clone() for x in session.layers]
     assert len(masks) == 2
-    for layer, mask in zip((1, 2), masks, strict=True):
+    for layer, mask in zip((2, 3), masks, strict=True):
         module = model.module.model.layers[layer].self_attn
         query = module.q_proj(steps[layer - 1].hidden)[0, 0].view(4, 16)
         query = model.ropes[layer].rotate(query[None, :, None], steps[layer].positions)[0, :, 0]
@@ -81,7 +81,7 @@ def test_entries_are_chosen_by_the_layer_before(monkeypatch):
 
 
 def read_counts(method):
-    """Entries that each head read in a step of the second layer."""
+    """Entries that each head read in a step of the second layer, which chooses where there are but two."""
     model = tiny_model()
     with Session(model, fitted(method, model), capacity=LENGTH + 20) as session:
         session.prefill(CONTEXT)
@@ -102,6 +102,16 @@ def test_heads_read_equally_many():
     logits = torch.tensor([[[[0.0, -0.1, -0.2, -9.0, -8.0]], [[-7.0, 0.0, -9.0, -9.0, -8.0]]]])
     mask = replace(InfiniGen(alpha=1.0), rows=4).mark(logits)
     assert mask.tolist() == [[[True, True, False, False, False], [True, True, False, False, False]]]
+
+
+@pytest.mark.parametrize(("layers", "exact"), [(2, 1), (3, 2), (5, 2)])
+def test_two_layers_read_everything_and_one_where_there_are_two(layers, exact):
+    model = tiny_model(layers=layers)
+    with Session(model, fitted(InfiniGen(), model), capacity=LENGTH + 20) as session:
+        session.prefill(CONTEXT)
+        session.score([7])
+        assert session.method.exact_layers == exact
+        assert [x.reads["entries_read"] > 0 for x in session.layers] == [i >= exact for i in range(layers)]
 
 
 def test_the_first_layer_reads_everything_and_stays_on_the_device():
@@ -132,5 +142,5 @@ def test_models_whose_queries_cannot_be_guessed_are_refused():
 
 def test_a_model_of_one_layer_is_refused():
     model = tiny_model(layers=1)
-    with pytest.raises(UserError, match="keeps the first layer and sliding-window layers exact"):
+    with pytest.raises(UserError, match="keeps its first layers and sliding-window layers exact"):
         fitted(InfiniGen(), model)
