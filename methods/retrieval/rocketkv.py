@@ -37,20 +37,23 @@ class RocketKV(ReadingMethod):
         "Chunks of them are chosen by the extreme keys of each chunk, in the channels in which the query is largest.",
         arxiv="2502.14051",
         year=2025,
+        version="2",
         family="retrieval",
         stages=("compression", "retrieval"),
         budget=BudgetKind.READ,
         heads="independent",
         upstream=Upstream(repo="NVlabs/RocketKV", commit=None, license="NVIDIA, non-commercial"),
         deviations=(
-            ("The budget counts the entries read per token. Kept are as many as make the ratios of both stages equal; "
-            "the authors set the two numbers for each model."),
+            ("The budget is the number of entries that a token reads. The authors read half as many, because the bytes "
+            "of approximate scores are the other half of theirs; kvbench reports these bytes separately."),
+            ("The ratio that the stages share is that of the context; the authors count the tokens to generate, too, "
+            "and keep at least twice as many entries as these."),
             ("Later entries are always read, in addition to the budget; the authors rank them like the others, so that "
             "a token may not read its own entry."),
             "Each token of a question chooses its own chunks, as if it were decoded.",
         ),
         unverified=(
-            "The authors' repository was not at hand; read was a copy of its attention in AndreyBocharnikov/RocketKV.",
+            "The authors' repository was not at hand; read was a copy of it, AndreyBocharnikov/RocketKV at 91eaee3.",
         ),
         limits=(
             ("Entries evicted at the end of the context cannot be chosen by later questions; the paper's variant for "
@@ -68,9 +71,10 @@ class RocketKV(ReadingMethod):
         return ChosenKV(queries=self.window)
 
     def kept(self, length: int) -> int:
-        """Entries per KV head that stay: the geometric mean of the context's and those that a token reads."""
+        """Entries per KV head that stay: the first stage takes a power of the ratio, the greater the higher it is."""
         assert self.rows is not None
-        return round(math.sqrt(length * self.rows))
+        ratio = max(1.0, length / self.rows)
+        return int(length / ratio ** min(0.2 + 0.06 * math.log2(ratio), 0.8))
 
     def stored_entries(self, shape: Shape) -> int:
         """Entries per KV head that are kept of the context."""

@@ -14,8 +14,8 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def started(make_step, rows=9, length=144):
-    """A layer of two KV heads that kept the geometric mean of its entries and the budget."""
+def started(make_step, rows=10, length=144):
+    """A layer of two KV heads after the first stage."""
     method = RocketKV(window=4, kernel=3, rows=rows, length=length)
     kv = method.layer(0)
     step = make_step(draw(1, 4, length, 8), draw(1, 2, length, 8, seed=1), draw(1, 2, length, 8, seed=2))
@@ -38,18 +38,26 @@ def ask(method, kv, make_step, query=None):
     return later, marked[0]
 
 
-def test_both_stages_have_the_same_ratio(make_step):
-    """144 entries, 9 read: 36 kept, in chunks of 2, chosen by half of the channels."""
+def test_the_first_stage_takes_more_of_a_high_ratio():
+    """Powers of 0.26, 0.44, 0.56 and, above a ratio of 1,024, at most 0.8."""
+    for ratio, power in ((2, 0.26), (16, 0.44), (64, 0.56), (1024, 0.8), (4096, 0.8)):
+        length = 64 * ratio
+        assert RocketKV(rows=64, length=length).kept(length) == int(length / ratio**power)
+    assert RocketKV(rows=999, length=1000).kept(1000) == 999
+
+
+def test_the_second_stage_shares_what_is_left_between_chunks_and_channels(make_step):
+    """144 entries, 10 read: 45 kept, a ratio of 4.5, in chunks of 3, chosen by two thirds of the channels."""
     method, kv, _ = started(make_step)
-    assert kv.n == 36
-    assert (method.kept(144), method.chunk(144), method.channels(2, 36, 8)) == (36, 2, 4)
-    assert RocketKV(rows=100, length=300).chunk(300) == 1  # ratio 1.73: chunks of two would exceed it
+    assert kv.n == 45
+    assert (method.kept(144), method.chunk(144), method.channels(3, 45, 8)) == (45, 3, 5)
+    assert RocketKV(rows=100, length=200).chunk(200) == 1  # ratio 1.67: chunks of two would exceed it
 
 
 def test_the_first_stage_is_snapkv_with_a_wider_pooling(make_step):
     """The same entries stay as with SnapKV at this budget and these settings."""
     _, kv, step = started(make_step)
-    other = SnapKV(window=4, kernel=3, rows=36, length=144)
+    other = SnapKV(window=4, kernel=3, rows=45, length=144)
     snap = other.layer(0)
     snap.append(step)
     other.evict(snap, step)
@@ -63,19 +71,19 @@ def test_chunks_are_chosen_by_extreme_keys_in_the_largest_channels(make_step):
     for head in range(2):
         queries = later.query[0, 2 * head : 2 * head + 2, 0]
         size = queries.abs().mean(0)
-        channels = sorted(range(8), key=lambda c: -size[c])[:4]
-        shares = torch.zeros(18)
+        channels = sorted(range(8), key=lambda c: -size[c])[:5]
+        shares = torch.zeros(15)
         for q in queries:
             logits = []
-            for chunk in range(18):
-                keys = kv.keys[0, head, 2 * chunk : 2 * chunk + 2]
+            for chunk in range(15):
+                keys = kv.keys[0, head, 3 * chunk : 3 * chunk + 3]
                 extreme = [keys[:, c].max() if queries[:, c].sum() > 0 else keys[:, c].min() for c in channels]
                 logits.append(sum(q[c] * x for c, x in zip(channels, extreme, strict=True)))
             covered = q[channels].abs().sum() / q.abs().sum()
             shares += (torch.stack(logits) / covered.sqrt()).softmax(0) / 2
-        best = shares.argsort(descending=True)[:5].tolist()
-        wanted = [x for c in best[:4] for x in (2 * c, 2 * c + 1)] + [2 * best[4]]
-        assert mask[0, head].nonzero().flatten().tolist() == [*sorted(wanted), 36]
+        best = shares.argsort(descending=True)[:4].tolist()
+        wanted = [x for c in best[:3] for x in range(3 * c, 3 * c + 3)] + [3 * best[3]]
+        assert mask[0, head].nonzero().flatten().tolist() == [*sorted(wanted), 45]
 
 
 def test_bounds_hold_in_all_channels(make_step):
@@ -85,15 +93,15 @@ def test_bounds_hold_in_all_channels(make_step):
     for seed in range(5):
         query = draw(8, seed=seed)
         bound = torch.where(query > 0, high, low) @ query
-        best = (kv.keys @ query).unflatten(2, (18, 2)).amax(3)
+        best = (kv.keys @ query).unflatten(2, (15, 3)).amax(3)
         assert (bound >= best - 1e-6).all()
 
 
 def test_a_token_reads_a_bound_per_chunk_in_a_few_channels(make_step):
-    """18 chunks in 4 channels, their offsets once, and 9 entries with its own, per KV head."""
+    """15 chunks in 5 channels, their offsets once, and 10 entries with its own, per KV head."""
     method, kv, _ = started(make_step)
     ask(method, kv, make_step)
-    assert kv.reads["bytes"] == 2 * (18 * 4 * 4 + 10 * 2 * 8 * 4) + 19 * 4
+    assert kv.reads["bytes"] == 2 * (15 * 5 * 4 + 11 * 2 * 8 * 4) + 16 * 4
 
 
 def test_every_chunk_is_full_attention_over_what_is_kept(make_step):
