@@ -17,7 +17,7 @@ from kvbench.techniques.reading import ReadingMethod, mark_best
 
 @dataclass(frozen=True)
 class ArkVale(ReadingMethod):
-    """Reads, per KV head, the first and last pages and those with the largest product of query and digest."""
+    """Reads the first and last pages and those with the largest product of query and digest."""
 
     page: Positive = 16
     """Entries per page."""
@@ -28,6 +28,9 @@ class ArkVale(ReadingMethod):
     box: Literal["mean", "tight"] = "mean"
     """Half the side of the box: the mean distance of the keys from its center, or the largest, which is a bound."""
 
+    heads: Literal["layer", "group"] = "layer"
+    """Whether all heads of a layer choose together, by the mean of their products, or every KV head for itself."""
+
     card: ClassVar[Card] = Card(
         name="arkvale",
         title="ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction",
@@ -35,11 +38,12 @@ class ArkVale(ReadingMethod):
         "its keys, tells for every query how important the page may be.",
         arxiv=None,
         year=2024,
+        version="2",
         family="retrieval",
         stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
         paper_budget="1024",
-        heads="independent",
+        heads="pooled",
         upstream=Upstream(repo="pku-liang/ArkVale", commit="0c3b45ebe7ecc8c81ff4bc0f9c68c04a0866de88", license=None),
         deviations=(
             ("Pages of 16 entries; the release's examples have 32, of which the first and last ones take more than a "
@@ -47,11 +51,12 @@ class ArkVale(ReadingMethod):
             ("By default entries stay on the device. With tier=host they are on the host, and chosen pages are fetched "
             "for every token; the authors keep a budget of pages on the device and recall those that are missing."),
             "Later entries are always read, in addition to the budget; the authors page them like the context.",
+            "Every layer chooses pages; the first two read everything in the authors' benchmarks.",
             "Each token of a question chooses its own pages, as if it were decoded.",
         ),
         unverified=(
-            "A group of query heads chooses pages by the sum of their products; the release has models without groups.",
-            "The paper (NeurIPS 2024, no arXiv id) was not at hand; sinks, recent and box are those of the release.",
+            ("The paper (NeurIPS 2024, no arXiv id) was not at hand; sinks, recent, box and heads are those of the "
+            "release."),
         ),
         limits=(
             "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
@@ -83,7 +88,10 @@ class ArkVale(ReadingMethod):
         last = self.recent_start(kv.indexed)
         digest = kv.scan(kv.index["digest"][:, :, self.sinks : last]).float()
         query = step.query[:, :, 0].float().unflatten(1, (digest.shape[1], -1))  # [B, H_kv, G, D]
-        promise = self.score(query, digest).sum(2).repeat_interleave(self.page, dim=2)
+        promise = self.score(query, digest).mean(2)  # [B, H_kv, pages]
+        if self.heads == "layer":
+            promise = promise.mean(1, keepdim=True).expand_as(promise)
+        promise = promise.repeat_interleave(self.page, dim=2)
         scores = promise.new_zeros((*promise.shape[:2], kv.indexed))
         scores[:, :, self.sinks * self.page : last * self.page] = promise
         mask = torch.ones((*promise.shape[:2], seen), dtype=torch.bool, device=promise.device)

@@ -28,8 +28,8 @@ def answer(method, make_step, key=None, tokens=2, **tier):
     return method.attend(kv, more), more, torch.cat([key, more.key], 2), torch.cat([value, more.value], 2), kv
 
 
-def naive(query, keys, rows, t, box):
-    """Entries that a group of query heads reads for the t-th new token, in plain loops. query: [G, D]. keys: [n, D]"""
+def naive(query, keys, box):
+    """What the pages promise to a group of query heads, in plain loops. query: [G, D]. keys: [n, D]"""
     scores = {}
     for page in range(1, 6):  # pages 0, 6 and 7 are always read; page 7 is partial
         part = keys[page * 4 : page * 4 + 4]
@@ -39,6 +39,11 @@ def naive(query, keys, rows, t, box):
         scores[page] = sum(
             float(max(q[c] * (center - half)[c], q[c] * (center + half)[c])) for q in query for c in range(len(center))
         )
+    return scores
+
+
+def choose(scores, rows, t):
+    """Entries that are read for the t-th new token."""
     chosen = [*range(4), *range(24, 30), *range(30, 31 + t)]
     left = rows - 10
     for page in sorted(scores, key=lambda x: -scores[x]):
@@ -48,15 +53,17 @@ def naive(query, keys, rows, t, box):
 
 
 @pytest.mark.parametrize("box", ["mean", "tight"])
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_outputs_are_those_of_the_definition(box, tier, make_step):
-    """Two tokens, two KV heads, a budget that ends inside a page, from both tiers."""
-    method = ArkVale(page=4, sinks=1, recent=2, box=box, tier=tier, rows=16, length=30)
+@pytest.mark.parametrize(("tier", "heads"), [("device", "layer"), ("host", "layer"), ("device", "group")])
+def test_outputs_are_those_of_the_definition(box, tier, heads, make_step):
+    """Two tokens, two KV heads, a budget that ends inside a page; heads choose together and alone, from both tiers."""
+    method = ArkVale(page=4, sinks=1, recent=2, box=box, tier=tier, heads=heads, rows=16, length=30)
     output, step, keys, values, kv = answer(method, make_step)
     for t in range(2):
+        alone = [naive(step.query[0, x * 2 : x * 2 + 2, t], keys[0, x], box) for x in range(2)]
+        together = {page: alone[0][page] + alone[1][page] for page in alone[0]}
         for head in range(2):
             query = step.query[0, head * 2 : head * 2 + 2, t]
-            chosen = naive(query, keys[0, head], 16, t, box)
+            chosen = choose(together if heads == "layer" else alone[head], 16, t)
             weights = (query @ keys[0, head, chosen].T * 0.35).softmax(-1)
             assert torch.allclose(output[0, head * 2 : head * 2 + 2, t], weights @ values[0, head, chosen], atol=1e-5)
     assert kv.reads["entries_read"] == 2 * (17 + 18)
@@ -88,7 +95,8 @@ def test_a_mean_box_may_miss_a_single_key(make_step):
     assert digests["tight"][2] == pytest.approx(8.0)
 
 
-def test_bytes_read_are_digests_and_entries(make_step):
+@pytest.mark.parametrize("heads", ["layer", "group"])
+def test_bytes_read_are_digests_and_entries(heads, make_step):
     """Five digests that may be chosen, and 16 entries and the token's own, per KV head in float32."""
-    *_, kv = answer(ArkVale(page=4, sinks=1, recent=2, rows=16, length=30), make_step, tokens=1)
+    *_, kv = answer(ArkVale(page=4, sinks=1, recent=2, heads=heads, rows=16, length=30), make_step, tokens=1)
     assert kv.read_bytes() == 2 * (5 * 2 * 8 * 4 + 17 * 2 * 8 * 4)
