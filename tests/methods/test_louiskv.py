@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 
 from kvbench.engine.session import Session
+from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.retrieval.louiskv import LouisKV
+from kvbench.methods.retrieval import louiskv
+from kvbench.methods.retrieval.louiskv import CosineRecorder, LouisKV
 from kvbench.store.chosen import ChosenKV
+from kvbench.techniques.calibration import calibration_ids
 
 
 def draw(*shape, seed=0):
@@ -24,9 +28,9 @@ def ids(count, seed=1):
     return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def started(make_step, rows=12, **settings):
+def started(make_step, rows=12, turn=0.7):
     """A layer of one sequence and one KV head with 64 entries, two sinks and two recent ones."""
-    method = LouisKV(sinks=2, recent=2, cluster=4, rows=rows, length=64, **settings)
+    method = LouisKV(sinks=2, recent=2, cluster=4, rows=rows, length=64, turn=turn)
     kv = method.layer(0)
     step = make_step(draw(1, 2, 64, 8), draw(1, 1, 64, 8, seed=1), draw(1, 1, 64, 8, seed=2))
     kv.append(step)
@@ -60,7 +64,7 @@ def test_entries_stay_until_the_query_turns(make_step):
 def test_the_lowest_threshold_chooses_once_and_the_highest_every_time(make_step):
     """Of six tokens in different directions."""
     for threshold, wanted in ((-1.0, 1), (1.0, 6)):
-        method, kv = started(make_step, threshold=threshold)
+        method, kv = started(make_step, turn=threshold)
         for seed in range(6):
             ask(method, kv, make_step, draw(2, 8, seed=seed))
         assert kv.reads["retrievals"] == wanted
@@ -75,6 +79,35 @@ def test_a_step_without_a_choice_reads_entries_only(make_step):
     assert kv.reads["bytes"] == 13 * entry + index
     ask(method, kv, make_step, query)
     assert kv.reads["bytes"] == (13 + 14) * entry + index
+
+
+def test_the_threshold_is_calibrated_to_a_share_of_the_tokens():
+    """On the text of the calibration that share of the tokens chooses again, over both layers, in one chunk or two."""
+    model = tiny_model()
+    text = calibration_ids(model, 700)
+    with Session(model, CosineRecorder(), capacity=700) as session:
+        session.forward(text, Moment.CONTEXT_CHUNK)
+        cosines = torch.cat([x.state["cosines"] for x in session.layers])
+    assert len(cosines) == 2 * 699
+    for rate in (0.1, 0.5):
+        bound = LouisKV(rate=rate, tokens=700).bind(model)
+        assert float((cosines < bound.turn).float().mean()) == pytest.approx(rate, abs=0.005)
+
+
+def test_a_given_threshold_is_not_calibrated(monkeypatch):
+    """It is the one that decides."""
+    monkeypatch.setattr(louiskv, "calibrate", None)
+    assert LouisKV(threshold=0.7).bind(tiny_model()).turn == 0.7
+
+
+def test_a_result_gives_the_threshold_back():
+    """Without a model; a number that is no cosine is refused."""
+    model = tiny_model()
+    shape, bound = model.shape(140), LouisKV(tokens=64).bind(model)
+    assert LouisKV(tokens=64).rebind(bound.resolution, shape) == bound
+    for wrong in (1.5, "0.7"):
+        with pytest.raises(UserError, match=f"turn {wrong} must be a number from -1 to 1"):
+            LouisKV().rebind({"turn": wrong}, shape)
 
 
 def test_clusters_divide_the_entries_and_centers_are_their_means(make_step):
@@ -97,7 +130,7 @@ def test_a_planted_cluster_is_found(make_step):
     keys, values = 0.1 * draw(1, 1, 64, 8), draw(1, 1, 64, 8, seed=2)
     places = [5, 11, 19, 23, 37, 41, 52, 60]
     keys[0, 0, places] = 4.0
-    method = LouisKV(sinks=2, recent=2, cluster=4, rows=12, length=64)
+    method = LouisKV(sinks=2, recent=2, cluster=4, rows=12, length=64, turn=0.7)
     kv = method.layer(0)
     step = make_step(draw(1, 2, 64, 8), keys, values)
     kv.append(step)
