@@ -42,6 +42,7 @@ class TriForce(Verified):
         "theirs. Each level verifies the tokens of the level below, up to the full cache.",
         arxiv="2404.11912",
         year=2024,
+        version="2",
         family="lossless",
         stages=("generation", "retrieval"),
         budget=BudgetKind.READ,
@@ -78,8 +79,8 @@ class TriForce(Verified):
         return self
 
     def minimum_entries(self) -> int:
-        """Two chunks, or the least window."""
-        return max(2 * self.chunk, self.sinks + 1)
+        """The first chunk, one to choose and the newest tokens, or the least window."""
+        return max(3 * self.chunk - 1, self.sinks + 1)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Slide the window, and retrieve chunks with the last query whenever every entry has been read."""
@@ -134,7 +135,7 @@ def choose_chunks(count: int, chunk: int, entries: int | None) -> int | None:
 
 @dataclass
 class RetrievedKV(LayerKV):
-    """Copies of the chunks of another store that a query attends to most, and the entries after them."""
+    """Copies of another store's first chunk, of those that a query attends to most, and of the entries after them."""
 
     def append(self, step: Step) -> None:
         """Add a forward's entries; those of the context are copied once it is complete."""
@@ -144,7 +145,7 @@ class RetrievedKV(LayerKV):
             super().append(step)
 
     def retrieve(self, source: LayerKV, step: Step, chunk: int, entries: int | None) -> None:
-        """Hold the chunks that the last query attends to most and the entries after the last full chunk.
+        """Hold the first chunk, those that the last query attends to most, and the entries after the last full chunk.
 
         A chunk's score is the product of the query and the mean of its keys. entries: to hold per KV head; None: all.
         """
@@ -159,6 +160,8 @@ class RetrievedKV(LayerKV):
             means = source.keys[:, :, :full].unflatten(2, (-1, chunk)).float().mean(3)  # [B, H_kv, n / chunk, D]
             query = step.query[:, :, -1:].float().unflatten(1, (means.shape[1], -1)).squeeze(3)  # [B, H_kv, G, D]
             scores = (query @ means.mT).mean(2)  # [B, H_kv, n / chunk]
+            if step.window is None:  # a window has slid past the context's first chunk
+                scores[..., :1] = torch.inf
             best = scores.topk(chosen, dim=-1).indices.sort(-1).values
             inside = best[..., None] * chunk + torch.arange(chunk, device=best.device)
             rest = torch.arange(full, count, device=best.device).expand(*best.shape[:2], -1)

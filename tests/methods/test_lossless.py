@@ -229,8 +229,8 @@ def test_quantspec_gives_the_answers_of_its_8_bit_cache():
 # TriForce
 
 
-def test_the_chunks_with_the_highest_mean_product_are_retrieved(make_step):
-    """Two of four chunks of two, by the last query, and the entry after the last full chunk."""
+def test_the_first_chunk_and_the_highest_mean_product_are_retrieved(make_step):
+    """Two of four chunks of two, the second one by the last query, and the entry after the last full chunk."""
     source, store = LayerKV(), RetrievedKV(bounded=True, slack=4)
     keys = torch.tensor([0.0, 0.0, 3.0, 1.0, -5.0, -5.0, 9.0, -6.0, 7.0]).view(1, 1, 9, 1)
     query = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)  # the last one decides: means 0, 2, -5, 1.5
@@ -239,7 +239,7 @@ def test_the_chunks_with_the_highest_mean_product_are_retrieved(make_step):
                          before=before)
         source.append(step)
     store.retrieve(source, step, 2, 5)
-    assert store.keys.flatten().tolist() == [3.0, 1.0, 9.0, -6.0, 7.0]
+    assert store.keys.flatten().tolist() == [0.0, 0.0, 3.0, 1.0, 7.0]
     assert store.seen == 9
 
 
