@@ -126,17 +126,14 @@ class XKV(Method):
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="pooled",
-        upstream=Upstream(repo="abdelfattah-lab/xKV", commit=None, license=None),
+        upstream=Upstream(repo="abdelfattah-lab/xKV", commit="bfe5d72", license="Apache-2.0"),
         deviations=(
             ("The factors come from the eigenvectors of the Gram matrix of a group's channels; they span the same "
             "subspace as the singular vectors."),
             ("Ranks are shares of a group's channels. For Llama-3.1-8B, with 4,096 in a group of 4 layers, the "
-            "defaults are ranks of 512 and 768."),
+            "defaults are ranks of 512 and 768, as in the authors' README."),
         ),
-        unverified=(
-            "Paper and code were not at hand: the group of 4 layers and ranks of 512 and 768 are from memory.",
-            "Keys are factored before rotation, and the tokens after the context stay exact.",
-        ),
+        unverified=("The paper was not at hand; groups, ranks and what is factored are those of the authors' code.",),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             ("A step restores and rotates every key of the context: in plain PyTorch it is many times slower than the "

@@ -52,10 +52,7 @@ class PQCache(ReadingMethod):
             "A new entry gets its codes when it arrives; the authors' code computes them when it leaves the window.",
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),
-        unverified=(
-            "iterations: the authors fit their number to the time of a prefill.",
-            "recent: the share of the authors' scripts was not read.",
-        ),
+        unverified=("iterations: the authors fit their number to the time of a prefill.",),
         limits=(
             "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
         ),

@@ -56,7 +56,6 @@ class RetroInfer(ReadingMethod):
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of clusters on the device."),
         ),
-        unverified=("iterations: the number of the authors' k-means was not read.",),
         limits=(
             "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
         ),
