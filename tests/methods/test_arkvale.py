@@ -29,7 +29,7 @@ def answer(method, make_step, key=None, tokens=2, **tier):
 
 
 def naive(query, keys, box):
-    """What the pages promise to a group of query heads, in plain loops. query: [G, D]. keys: [n, D]"""
+    """The promise of every page to a group of query heads, in plain loops. query: [G, D]. keys: [n, D]"""
     scores = {}
     for page in range(1, 6):  # pages 0, 6 and 7 are always read; page 7 is partial
         part = keys[page * 4 : page * 4 + 4]
