@@ -198,12 +198,12 @@ def go_around(
     card: of the outer method. note: what comes from which paper. notes: further deviations.
 
     Raises:
-        UserError: the inner method does not score every entry once, or is this one already.
+        UserError: the inner method does not score every entry once, decides more than scores, or is this one already.
     """
-    if not issubclass(inner, ScoredMethod) or issubclass(inner, around):
+    if not issubclass(inner, ScoredMethod) or decides_itself(inner) or issubclass(inner, around):
         raise UserError(
             f"{inner.card.name}+{card.name} makes no sense: {card.name} goes around a method that scores every entry "
-            f"once per head, and {inner.card.name} does not."
+            f"once and keeps the best of each head, and {inner.card.name} does not. Use one that does, such as snapkv."
         )
     scorer = inner.card
     heads = card.heads if scorer.heads == "independent" else scorer.heads
@@ -214,6 +214,11 @@ def go_around(
     })
     body = {"card": made, "__doc__": inner.__doc__, "__module__": inner.__module__}
     return dataclass(frozen=True)(type(made.name, (around, inner), body))
+
+
+def decides_itself(method: type[ScoredMethod]) -> bool:
+    """Whether it has its own choice by the scores, of a layer or across layers, which another choice would undo."""
+    return method.select is not ScoredMethod.select or method.end_of_layer is not Method.end_of_layer
 
 
 def group_mean(scores: Tensor, kv_heads: int) -> Tensor:

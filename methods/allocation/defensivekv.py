@@ -57,7 +57,7 @@ class DefensiveScores(ScoredMethod):
         return LayerKV(queries=self.window, ragged=True)
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Risk times share of the projected values; infinite for the window and the first stage. [B, H_kv, n]"""
+        """Risk times the head's share of a token's projected values; infinite for what always stays. [B, H_kv, n]"""
         assert kv.recent_queries is not None
         entries = self.entries_in(step.layer, step.window)
         before = max(0, kv.n - kv.recent_queries.shape[2])
@@ -72,7 +72,7 @@ class DefensiveScores(ScoredMethod):
             masses.append(every[..., before:].sum(-1).mean((1, 2)))
         risk, mean = torch.stack(risks, dim=1), torch.stack(means, dim=1)  # [B, H_kv, before]
         norms = projected_norms(kv.values[:, :, :before], step, self.card.name).mean(2)
-        risk = risk * norms / norms.sum(-1, keepdim=True)
+        risk = risk * norms / norms.sum(1, keepdim=True)
         window_mass = torch.stack(masses, dim=1).mean(1)  # [B]
         first = count_first(mean, self.first_stage - window_mass).clamp_max(entries - self.window)
         scores = torch.full(kv.keys.shape[:3], torch.inf, device=kv.keys.device)
@@ -108,6 +108,7 @@ class DefensiveKV(HeadAllocation, DefensiveScores):
 
     card: ClassVar[Card] = Card(
         name="defensivekv",
+        version="2",
         title="Taming the Fragility of KV Cache Eviction in LLM Inference",
         idea="The mean attention of the last queries misses entries that one of them needs badly. "
         "The score is the most attention from any query, at least the mean of all entries, times the projected value.",
@@ -130,8 +131,10 @@ class LayerDefensiveKV(SharedBudgetMethod, DefensiveScores):
 
     card: ClassVar[Card] = Card(
         name="layer-defensivekv",
+        version="2",
         title="Taming the Fragility of KV Cache Eviction in LLM Inference (Layer-DefensiveKV)",
-        idea="DefensiveKV's scores can be compared between layers, since projected values are shares of the head. "
+        idea="DefensiveKV's scores can be compared between layers, since projected values count as shares of a token's "
+        "in all heads. "
         "One budget is filled with the entries with the highest risk in any head of any layer.",
         arxiv="2510.13334",
         year=2025,

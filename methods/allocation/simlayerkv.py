@@ -49,7 +49,7 @@ class SimLayerKV(CascadeMethod):
             "Entries after the context are kept.",
             "Layers with a sliding window keep an equal share of it each.",
         ),
-        unverified=("queries and recent: one query and 1,024 entries are kvpress's defaults.",),
+        unverified=("queries: the context's last, as in kvpress; the authors' code takes the first decoded token.",),
         limits=(
             "A budget below one layer's share of all entries makes every layer lazy, as StreamingLLM is.",
             "Lazy layers lose the middle of the text.",

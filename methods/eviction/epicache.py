@@ -56,6 +56,7 @@ class EpiCache(Method):
 
     card: ClassVar[Card] = Card(
         name="epicache",
+        version="2",
         title="EpiCache: Episodic KV Cache Management for Long Conversational Question Answering",
         idea="The segments of a long conversation are clustered into episodes, and each episode gets a compressed "
         "cache of the whole conversation, built in blocks so that memory stays bounded. Each question uses one.",
@@ -65,7 +66,7 @@ class EpiCache(Method):
         stages=("compression", "loading"),
         budget=BudgetKind.STORED,
         heads="independent",
-        upstream=Upstream(repo="apple/ml-epicache", commit=None, license=None),
+        upstream=Upstream(repo="apple/ml-epicache", commit="b742661", license=None),
         deviations=(
             "Segments are equal numbers of tokens; the authors take four utterances, which a plain context lacks.",
             ("Segments are embedded by the model's own token embeddings by default, and not by a sentence embedder of "
@@ -74,8 +75,8 @@ class EpiCache(Method):
             ("The segments that score entries follow the block at the next position; the authors' code gives their "
             "first token the position of the block's last one."),
             "Scores are float32; the authors' are in the model's type, in which many are equal.",
+            "The words of the instruction before the segments are kvbench's.",
         ),
-        unverified=("The words of the instruction before the segments: the authors' were not at hand.",),
         limits=(
             ("The context is run once per episode. Between evictions a block and the segments that score it are "
             "stored in addition to the budget."),
@@ -185,13 +186,13 @@ class EpiCache(Method):
         return F.normalize(vectors.to(texts[0].device), dim=-1)
 
     def make_prompt(self, model: Model, segments: list[Tensor], similarity: Tensor, mine: Tensor) -> Tensor:
-        """Instruction, the episode's segments nearest to its center in their order, and the answer's header. [1, T]"""
+        """Instruction, the answer's header, and the episode's segments nearest to its center in their order. [1, T]"""
         found = similarity.masked_fill(~mine, -torch.inf).topk(min(self.medoids, int(mine.sum()))).indices
-        start, end = (
+        start, header = (
             segments[0].new_tensor(tokenize(model.tokenizer, x, special=False))
             for x in (INSTRUCTION, Frame.of(model.tokenizer).tail)
         )
-        return torch.cat([start, *(segments[x] for x in sorted(found.tolist())), end])[None]
+        return torch.cat([start, header, *(segments[x] for x in sorted(found.tolist()))])[None]
 
     def build(self, session: Session, ids: Tensor, prompt: Tensor) -> tuple[list[dict[str, Tensor]], Tensor]:
         """Run the context in blocks and evict after each. Entries by layer, on the host, and the last logits [1, V]."""

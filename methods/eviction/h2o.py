@@ -13,8 +13,6 @@ from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod
 from kvbench.store import LayerKV
 
-SCORE_BYTES = 4
-
 
 @dataclass(frozen=True)
 class H2O(RollingMethod):

@@ -35,11 +35,11 @@ class Knorm(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="alessiodevoto/l2compress", commit=None, license=None),
         deviations=(
-            "Every layer is compressed, as in kvpress; the paper does not compress the first layers.",
+            ("Every layer is compressed, as in kvpress. The authors' README leaves out the first two, and their needle "
+            "script the first one."),
             ("Norms that differ by less than a millionth of their size tie, and the first entry is kept: a rotation "
             "changes the norms of equal tokens in layer 0 by rounding alone."),
         ),
-        unverified=("The layers that the paper leaves out are stated from memory.",),
     )
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:

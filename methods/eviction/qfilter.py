@@ -46,11 +46,10 @@ class QFilter(ScoredMethod):
             ("Directions are measured on Python's manual when a run starts, which takes one forward pass; the authors "
             "publish those of some models, measured on other text. kvpress loads them, with the opposite sign."),
             "Compressed once, at the end of the context.",
+            ("A direction points to the side of the queries' sum, and a group takes the mean of its heads. The authors "
+            "take the side of most queries."),
         ),
-        unverified=(
-            "The directions of a group's query heads are averaged and made unit vectors again: an assumption.",
-            "tokens: the number that the authors use was not at hand.",
-        ),
+        unverified=("tokens: chosen so that calibration takes seconds; the authors take 3,000 samples.",),
         limits=("The manual's text differs between versions of Python; the result records a hash of the directions.",),
     )
 

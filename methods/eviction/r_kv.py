@@ -44,6 +44,8 @@ class RKV(PeriodicMethod):
         heads="independent",
         upstream=Upstream(repo="Zefan-Cai/R-KV", commit="cc5a9b9", license=None),
         deviations=(
+            ("Pooling, and the latest of similar keys, follow the order of the text; in the authors' code that of the "
+            "cache, which is the order of scores after the first eviction."),
             ("The prompt is compressed too, once, at its end, so that the budget holds from then on. The authors' code "
             "does so as well when a prompt exceeds the budget."),
             "Where no key is similar to a token's, none is left out. The authors' code leaves out the first one.",

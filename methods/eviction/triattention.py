@@ -24,7 +24,7 @@ class TriAttention(PeriodicMethod):
 
     period: Positive = 128
     farthest: Positive = 65536
-    """Scores are means over distances to later positions: 1, 2, 4 and so on, up to this."""
+    """Scores are means over later positions, 1, 2, 4 and so on, up to this, after the next token's."""
     pin_prompt: bool = True
     """Whether the prompt is kept, where the budget is larger than it."""
     recent: Natural = 0
@@ -37,6 +37,7 @@ class TriAttention(PeriodicMethod):
 
     card: ClassVar[Card] = Card(
         name="triattention",
+        version="2",
         title="TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
         idea="Before rotation, the queries of a head lie close to one center, so rotation alone tells which distances "
         "they prefer. Keys are scored by the center at later positions, and by norms where queries scatter.",
@@ -50,8 +51,8 @@ class TriAttention(PeriodicMethod):
         heads="independent",
         upstream=Upstream(repo="WeianMao/triattention", commit="092e4dc", license=None),
         deviations=(
-            ("Every KV head chooses for itself. The authors' code also offers one choice for all heads and layers, "
-            "from the union of theirs."),
+            ("Every KV head of every layer chooses for itself, which the authors' code offers; by default it makes one "
+            "choice per KV head for all layers."),
             ("The prompt is compressed too, once, at its end, where it exceeds the budget. The authors keep it and "
             "evict generated tokens only."),
             "Centers are measured on Python's manual when a run starts; the authors' on other text.",
@@ -78,16 +79,22 @@ class TriAttention(PeriodicMethod):
         return replace(self, centers=calibrate(model, CenterRecorder(), self.tokens, find_centers))
 
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
-        """Standardized expected products with later queries, largest of the group. [B, H_kv, n]"""
+        """Expected products with later queries, standardized over what may go, largest of the group. [B, H_kv, n]"""
         assert kv.positions is not None and self.centers is not None and self.length is not None
         center, norm = calibrated(self.centers, step.layer).to(kv.keys.device)
         logits = expected_products(kv.keys, center, norm, step, self.farthest)  # [B, H_kv, G, n]
-        spread = logits.std(-1, keepdim=True, correction=0).clamp_min(1e-6)
-        scores = ((logits - logits.mean(-1, keepdim=True)) / spread).amax(2)
-        kept = kv.positions >= step.seen - self.recent
+        kept = kv.positions >= step.seen - self.recent  # [B, H_kv, n]
         if self.pin_prompt and entries > self.length + self.recent:
             kept = kept | (kv.positions < self.length)
-        return scores.masked_fill(kept, torch.inf)
+        return standardize(logits, ~kept[:, :, None]).amax(2).masked_fill(kept, torch.inf)
+
+
+def standardize(logits: Tensor, counted: Tensor) -> Tensor:
+    """Logits with mean 0 and deviation 1 over the entries that count. [B, H_kv, G, n]. counted: [B, H_kv, 1, n] bool"""
+    number = counted.sum(-1, keepdim=True).clamp_min(1)
+    centered = logits - logits.where(counted, 0).sum(-1, keepdim=True) / number
+    spread = centered.where(counted, 0).square().sum(-1, keepdim=True).div(number).sqrt()
+    return centered / spread.clamp_min(1e-6)
 
 
 def expected_products(keys: Tensor, center: Tensor, norm: Tensor, step: Step, farthest: int) -> Tensor:
@@ -96,7 +103,7 @@ def expected_products(keys: Tensor, center: Tensor, norm: Tensor, step: Step, fa
     keys: rotated. [B, H_kv, n, D]. center, norm: of the queries [H_q, D].
     """
     distances = torch.tensor([1 << x for x in range(farthest.bit_length())], device=keys.device)
-    later = (step.seen - 1 + distances)[None]
+    later = (step.seen + distances)[None]
     rotated = step.rope.rotate(center[None, :, None].expand(-1, -1, len(distances), -1), later).mean(2)[0]  # [H_q, D]
     beyond = norm - pair_norms(center[None, :, None], step)[0, :, 0]  # where queries scatter around their center
     beyond = beyond * step.rope.scaling  # rotated queries have it

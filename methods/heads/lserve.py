@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.budget import DEFAULT_BUDGET, too_small
 from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.kernels.page_select import page_scores, select_pages
@@ -206,6 +207,8 @@ class LServe(HeadMethod):
         fitted = Method.fit(self, budget, shape)
         if fitted.rows is None or fitted.rows >= shape.length:
             return replace(fitted, retrieval=None, streaming=None, page_size=size)
+        if fitted.rows < LEAST_PAGES * size:
+            raise too_small(self.card.name, budget or DEFAULT_BUDGET, fitted.rows, shape.length, LEAST_PAGES * size)
         heads = sum(x.kv_heads for x in shape.layers)
         return replace(
             fitted, page_size=size, retrieval=heads - int(heads * self.sparsity),
@@ -238,7 +241,7 @@ class LServe(HeadMethod):
     def pages(self) -> int:
         """Pages that a token chooses."""
         assert self.rows is not None and self.page_size is not None
-        return max(LEAST_PAGES, self.rows // self.page_size)
+        return self.rows // self.page_size
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Trim streaming heads, and at the end of the context let retrieval heads select."""

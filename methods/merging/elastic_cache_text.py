@@ -20,9 +20,10 @@ class ElasticCacheText(AttentionSums):
     recompressible: ClassVar[str | None] = "merged entries are not merged again, and later entries stay as they are."
     card: ClassVar[Card] = Card(
         name="elastic-cache-text",
+        version="2",
         title="Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-        idea="Dropping an entry loses it, merging it into a neighbor does not quite. "
-        "The most attended tokens are anchors, and each becomes the mean of the entries that are nearest to it.",
+        idea="Dropping an entry loses it, merging it into a neighbor does not quite. The outermost tokens stay as they "
+        "are. The most attended others are anchors, and each becomes the mean of the entries nearest to it.",
         arxiv="2407.18121",
         year=2024,
         family="merging",
@@ -47,13 +48,24 @@ class ElasticCacheText(AttentionSums):
     )
 
     def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
-        """Keep the anchors, each with the mean key and value of the entries nearest to it."""
+        """Keep the anchors, each with the mean key and value of the entries nearest to it, and the outermost tokens."""
         anchors = top_entries(scores, entries)
-        owner = nearest(anchors[:, 0], kv.n)[:, None].expand(-1, kv.keys.shape[1], -1)  # [B, H_kv, n]
+        outermost = scores.gather(-1, anchors)[0, 0] == torch.inf  # [C], the same in all heads and sequences
+        owner = share_out(anchors[:, 0], outermost, kv.n)[:, None].expand(-1, kv.keys.shape[1], -1)  # [B, H_kv, n]
         key, value = (bucket_means(x, owner, entries) for x in (kv.keys, kv.values))
         kv.keep(anchors)
         kv.keys.copy_(key)
         kv.values.copy_(value)
+
+
+def share_out(anchors: Tensor, outermost: Tensor, count: int) -> Tensor:
+    """The anchor that takes each of `count` entries: the nearest that is not outermost; these take themselves. [B, n]
+
+    anchors: ascending [B, C]. outermost: [C] bool.
+    """
+    inner, ends = (~outermost).nonzero()[:, 0], outermost.nonzero()[:, 0]
+    owner = inner[nearest(anchors[:, inner], count)]
+    return owner.scatter(1, anchors[:, ends], ends.expand(len(owner), -1))
 
 
 def nearest(anchors: Tensor, count: int) -> Tensor:

@@ -17,8 +17,9 @@ from kvbench.methods.allocation.adakv import AdaKV, allocate
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.pyramidkv import PyramidKV, schedule
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.registry import find_method
-from kvbench.selection import best_by_head
+from kvbench.registry import find_method, list_entries
+from kvbench.selection import ScoredMethod, best_by_head, decides_itself
+from kvbench.store import LayerKV
 
 
 def scores_owned(counts: list[int], size: int) -> torch.Tensor:
@@ -113,13 +114,40 @@ def test_the_card_of_a_composition_is_both_methods(name: str) -> None:
     assert card.deviations[-1] == outer.deviations[0]
 
 
-@pytest.mark.parametrize("name", ["h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm"])
+@pytest.mark.parametrize("name", [
+    "h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm",
+    "finch+adakv", "elastic-cache-text+chunkkv", "elastic-cache-text+criticalkv",  # they move or merge what they choose
+    "adakv+chunkkv", "chunkkv+adakv", "defensivekv+chunkkv", "cake+adakv", "cake+criticalkv", "kvzap+adakv",
+])
 def test_nonsense_is_refused_by_name(name: str) -> None:
     """Combinations that make no sense are refused with both names."""
     inner, outer = name.split("+")
 
     with pytest.raises(UserError, match=rf"{inner}\+{outer} makes no sense"):
         find_method(name)
+
+
+def kept_by(name: str) -> list[list[int]]:
+    """Positions that a method keeps of 100 tokens at 60 %, by layer."""
+    model = tiny_model()
+    method = find_method(name)().bind(model).fit(Budget("rows", 60), model.shape(100))
+    with Session(model, method, track=True) as session:
+        session.prefill(torch.randint(64, (100,), generator=torch.Generator().manual_seed(0)).tolist())
+        stores = [x if x.frozen is None else x.frozen for x in session.layers]
+        return [(x.positions if isinstance(x, LayerKV) else x.position).flatten().tolist() for x in stores]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", [
+    entry.name for entry in list_entries("method")
+    if issubclass(method := find_method(entry.name), ScoredMethod) and not decides_itself(method)
+])
+def test_a_composition_keeps_other_entries_than_its_scorer(inner: str) -> None:
+    """AdaKV finds the same scores, or the same ranks, in all heads of two methods; chunks always differ."""
+    alone = kept_by(inner)
+
+    assert (kept_by(f"{inner}+adakv") == alone) == (inner in ("compresskv", "lagkv"))
+    assert kept_by(f"{inner}+chunkkv") != alone
 
 
 def test_h2o_is_no_scorer() -> None:

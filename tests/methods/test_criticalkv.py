@@ -100,7 +100,7 @@ def test_negative_scores_are_refused(make_step):
         method.score(kv, step)
 
 
-@pytest.mark.parametrize("name", ["knorm", "keydiff", "qfilter", "compactor", "kvzap", "dms"])
+@pytest.mark.parametrize("name", ["knorm", "keydiff", "qfilter", "compactor"])
 def test_methods_with_negative_scores_are_refused_by_name(name):
     """Before a model is loaded."""
     with pytest.raises(UserError, match=rf"{name}\+criticalkv makes no sense: .* negative"):

@@ -69,6 +69,10 @@ def test_the_score_follows_its_equations(make_step):
     weights = attention_weights(query[:, :, -6:], key, scale=0.6, seen=40).float()  # [B, H_kv, G, 6, 40]
     for batch in range(2):
         share = 0.9 - weights[batch, ..., 34:].sum(-1).mean()
+        norms = [
+            sum((value[batch, head, :34] @ output[2 * head + i]).abs().sum(-1) for i in range(2)) / 2
+            for head in range(2)
+        ]
         for head in range(2):
             rows = weights[batch, head, ..., :34]
             padded = torch.nn.functional.pad(rows, (1, 1))
@@ -76,11 +80,10 @@ def test_the_score_follows_its_equations(make_step):
             smooth = smooth * rows.sum(-1, keepdim=True) / smooth.sum(-1, keepdim=True)
             risk = smooth.amax((0, 1))
             risk = torch.maximum(risk, risk.mean())
-            norms = sum((value[batch, head, :34] @ output[2 * head + i]).abs().sum(-1) for i in range(2)) / 2
             mean = rows.mean((0, 1))
             order = mean.argsort(descending=True)
             taken = (mean[order].cumsum(0) / mean.sum() < share).sum().clamp_max(14)
-            wanted = risk * norms / norms.sum()
+            wanted = risk * norms[head] / sum(norms)  # the head's share of each token's
             wanted[order[:taken]] = torch.inf
             assert torch.allclose(found[batch, head, :34], wanted, atol=1e-6)
     assert found[..., 34:].isinf().all()
@@ -107,7 +110,7 @@ def test_budgets_are_exact_and_unequal(method):
 
 
 def test_scaling_a_layer_s_values_changes_no_choice(make_step):
-    """Norms are shares of the layer, so that layers with large values win nothing in the common budget."""
+    """Norms are shares of a token's in all heads, so that layers with large values win nothing in the common budget."""
     steps = [
         replace(make_step(draw(1, 4, 40, 8, seed=i), draw(1, 2, 40, 8, seed=9 + i), draw(1, 2, 40, 8, seed=19 + i),
                           output=draw(4, 8, 24, seed=29)), layer=i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.methods.merging.elastic_cache_text import ElasticCacheText, bucket_means, nearest
+from kvbench.methods.merging.elastic_cache_text import ElasticCacheText, bucket_means, nearest, share_out
 
 
 def draw(*shape, seed=0):
@@ -26,15 +26,21 @@ def test_buckets_end_halfway_between_anchors():
     assert nearest(torch.tensor([[0, 4, 9]]), 10).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2, 2]]
 
 
+def test_the_outermost_tokens_take_no_entries():
+    """Of anchors 0, 4, 6 and 9 the inner two share the rest: {1 to 5} but for the ends, and {6, 7, 8}."""
+    outermost = torch.tensor([True, False, False, True])
+    assert share_out(torch.tensor([[0, 4, 6, 9]]), outermost, 10).tolist() == [[0, 1, 1, 1, 1, 1, 2, 2, 2, 3]]
+
+
 def test_an_anchor_becomes_the_mean_of_its_bucket(make_step):
-    """Naive loops over heads and buckets, with anchors by attention summed over all heads."""
+    """Naive loops over heads and buckets, with anchors by attention summed over all heads; the ends stay exact."""
     step = make_step(draw(2, 4, 30, 8), draw(2, 2, 30, 8, seed=1), draw(2, 2, 30, 8, seed=2))
     kv = evicted(ElasticCacheText(), 7, step)
     for batch in range(2):
         anchors = kv.positions[batch, 0].tolist()
         assert kv.positions[batch, 1].tolist() == anchors
         assert (anchors[0], anchors[-1]) == (0, 29)
-        owners = [min(range(7), key=lambda i: (abs(anchors[i] - j), i)) for j in range(30)]
+        owners = [0, *(min(range(1, 6), key=lambda i: (abs(anchors[i] - j), i)) for j in range(1, 29)), 6]
         for head in range(2):
             for i in range(7):
                 members = [j for j in range(30) if owners[j] == i]
@@ -54,11 +60,11 @@ def test_anchors_are_the_most_attended_tokens(make_step):
 
 
 def test_three_equal_entries_count_as_one(make_step):
-    """Three tokens of (k1, v1) and one of (k2, v2) become two entries with equal weights: no bias makes up for it."""
+    """Three tokens of (k1, v1) between two others become one entry with an equal weight: no bias makes up for it."""
     one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    key = torch.stack([one, one, one, other])[None, None]
-    kv = evicted(ElasticCacheText(), 2, make_step(torch.zeros(1, 1, 4, 2), key))
-    assert torch.allclose(kv.keys[0, 0], torch.stack([one, (one + other) / 2]))
+    key = torch.stack([other, one, one, one, other])[None, None]
+    kv = evicted(ElasticCacheText(), 3, make_step(torch.zeros(1, 1, 5, 2), key))
+    assert torch.allclose(kv.keys[0, 0], torch.stack([other, one, other]))
 
 
 def test_means_are_taken_in_float32():

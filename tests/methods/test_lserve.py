@@ -132,6 +132,14 @@ def test_pages_of_short_contexts_are_smaller():
     assert fitted == [16, 64, 32]
 
 
+def test_a_budget_below_three_pages_is_refused():
+    """A token reads whole pages, of 64 entries from 4,096 tokens on, so 191 entries per head cannot be kept to."""
+    shape = replace(tiny_model().shape(120), length=4096)
+    assert LServe().fit(Budget("rows", 192), shape).pages == 3
+    with pytest.raises(UserError, match="191 tokens per KV head of 4096, and lserve needs at least 192"):
+        LServe().fit(Budget("rows", 191), shape)
+
+
 def test_pages_without_whole_parts_are_refused():
     """Three entries are no four parts; six would lose two."""
     for page in (3, 6):

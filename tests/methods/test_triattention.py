@@ -16,6 +16,7 @@ from kvbench.methods.eviction.triattention import (
     expected_products,
     find_centers,
     pair_norms,
+    standardize,
 )
 from kvbench.techniques import calibration
 from kvbench.techniques.calibration import measure
@@ -34,7 +35,7 @@ def make_rotated(make_step, rope, count=30):
 
 
 def test_scores_are_the_authors_series(make_step):
-    """Per pair f: |q||k| cos(w (now - p + d) + phase), the mean over d = 1, 2, 4, 8, and (E|q| - |E q|) |k|."""
+    """Per pair f: |q||k| cos(w (next - p + d) + phase), the mean over d = 1, 2, 4, 8, and (E|q| - |E q|) |k|."""
     rope = tiny_model().ropes[0]
     step, plain = make_rotated(make_step, rope)
     center = draw(4, 16, seed=2)
@@ -47,7 +48,7 @@ def test_scores_are_the_authors_series(make_step):
             k = torch.complex(plain[0, head // 2, place, :8], plain[0, head // 2, place, 8:])
             phase, amplitude = (q * k.conj()).angle(), q.abs() * k.abs()
             wanted = sum(
-                (amplitude * torch.cos(frequencies * (29 - place + d) + phase)).sum() for d in (1, 2, 4, 8)
+                (amplitude * torch.cos(frequencies * (30 - place + d) + phase)).sum() for d in (1, 2, 4, 8)
             ) / 4 + ((norm[head] - q.abs()) * k.abs()).sum()
             assert found[0, head // 2, head % 2, place].item() == pytest.approx(wanted.item(), abs=2e-4)
 
@@ -98,6 +99,12 @@ def test_a_group_s_largest_standardized_score_counts(make_step, monkeypatch):
     logits = expected_products(step.key, center, pair_norms(center[None], step)[0], step, 8)
     unit = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True, correction=0)
     assert torch.allclose(method.score(kv, step, 10), torch.maximum(unit[:, :, 0], unit[:, :, 1]), atol=1e-4)
+
+
+def test_pinned_entries_do_not_move_the_standard():
+    """Logits 1, 3 and a pinned 100: the two that may go have mean 2 and deviation 1."""
+    logits, counted = torch.tensor([[[[1.0, 3.0, 100.0]]]]), torch.tensor([[[[True, True, False]]]])
+    assert standardize(logits, counted)[..., :2].tolist() == [[[[-1.0, 1.0]]]]
 
 
 @pytest.mark.parametrize("pinned", [True, False])
