@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbench.runs.stats import bootstrap_interval
 
@@ -27,6 +28,11 @@ UNADJUSTED = (
 """Why a difference may be called not significant although its interval excludes 0."""
 CELLS = 50_000
 """Most sums in the exact distribution of `flip_signs`."""
+SLACK = 0.02
+"""Largest rounding error of a sum, in standard deviations, with which all sign combinations are counted."""
+DRAWS = 20_000
+"""Sign combinations that are drawn where they cannot be counted."""
+DRAWN_AT_ONCE = 500
 DENOMINATOR = 1000
 """Largest denominator tried when a score difference is written as a fraction."""
 ROUNDING = 1e-10
@@ -107,10 +113,12 @@ def flip_signs(differences: Sequence[float]) -> float:
     the bootstrap's p-value it keeps its level with few contexts, and where methods disagree in few of them. With one
     right-or-wrong question per context it is McNemar's exact test.
 
-    No combination is sampled: the distribution of the sum is built up context by context (Fisher 1935; Pagano and
-    Tritchler 1983). It is exact for scores with a common denominator that leaves at most CELLS sums. Other scores are
-    rounded to 1 / CELLS of their total, and a sum within the rounding error of the observed one counts as reaching it,
-    so the p-value can be too large but never too small.
+    The distribution of the sum is built up context by context (Fisher 1935; Pagano and Tritchler 1983). It is exact for
+    scores with a common denominator that leaves at most CELLS sums. Other scores are rounded to 1 / CELLS of their
+    total, and a sum within the rounding error of the observed one counts as reaching it, so the p-value can be too
+    large but never too small. The error grows with the number of contexts: from some 200 on it would hide differences,
+    and DRAWS combinations are drawn instead, always the same ones. The observed one counts as one of them, so that the
+    test keeps its level (Phipson and Smyth 2010), and no p-value is below 1 / (DRAWS + 1).
 
     Args:
         differences: one sum of score differences per context.
@@ -124,6 +132,8 @@ def flip_signs(differences: Sequence[float]) -> float:
         scaled = values * (CELLS / total)
         steps = np.rint(scaled).astype(np.int64)
         slack = int(2 * abs(scaled - steps).sum()) + 1  # the rounding error of two sums at most
+        if slack > SLACK * np.sqrt(np.square(scaled).sum()):
+            return _draw_signs(values, abs(math.fsum(differences)))
     else:
         steps, slack = np.array(shared), 0
     middle = int(steps.sum())
@@ -138,6 +148,17 @@ def flip_signs(differences: Sequence[float]) -> float:
     if reached <= 0:
         return 1.0
     return min(1.0, float(chance[: middle - reached + 1].sum() + chance[middle + reached :].sum()))
+
+
+def _draw_signs(values: NDArray[np.float64], observed: float) -> float:
+    """The share of drawn sign combinations whose sum is at least as far from 0 as the observed one, which is one."""
+    rng = np.random.default_rng(0)
+    reached = 1
+    for _ in range(DRAWS // DRAWN_AT_ONCE):
+        bits = np.unpackbits(np.frombuffer(rng.bytes(DRAWN_AT_ONCE * -(-len(values) // 8)), np.uint8))
+        positive = bits.reshape(DRAWN_AT_ONCE, -1)[:, : len(values)] @ values
+        reached += int((abs(2 * positive - values.sum()) >= observed * (1 - ROUNDING)).sum())
+    return reached / (DRAWS + 1)
 
 
 def _share_denominator(values: Sequence[float]) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -109,6 +110,21 @@ def test_rounded_scores_give_conservative_p_values():
         signs = np.array(list(itertools.product((1, -1), repeat=len(values))))
         exact = np.mean(abs(signs @ np.abs(values)) >= abs(sum(values)) - 1e-12)
         assert exact <= flip_signs(values) <= exact + 0.05
+
+
+@pytest.mark.parametrize("contexts", [100, 400, 2000])
+def test_many_graded_contexts_lose_no_power(contexts):
+    """Differences about two standard deviations from 0: the p-value is that of the normal limit, not far above it."""
+    values = np.random.default_rng(contexts).normal(size=contexts)
+    values += (2 * np.sqrt(np.square(values).sum()) - values.sum()) / contexts
+    limit = math.erfc(abs(values.sum()) / np.sqrt(2 * np.square(values).sum()))
+    assert flip_signs(list(values)) == pytest.approx(limit, abs=0.006)
+
+
+def test_drawn_signs_keep_their_level_and_are_the_same_ones():
+    """The p-value of 400 graded contexts that all got worse is that of one in 20,001, and does not vary."""
+    values = list(-np.random.default_rng(0).random(400))
+    assert flip_signs(values) == flip_signs(values) == 1 / 20_001
 
 
 def test_the_smallest_p_value_depends_on_the_contexts():
