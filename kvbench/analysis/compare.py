@@ -256,8 +256,9 @@ def find_full(spec: RunSpec, out: Path) -> Result | None:
 
 
 def is_full(result: Result) -> bool:
-    """True for a method without a budget that declares no effect on the outputs."""
-    return result.budget.kind == "none" and result.effect is not None and result.effect.n == 0
+    """True for a method without a budget or an effect on the entries that neither drafts tokens nor reuses entries."""
+    without_effect = result.budget.kind == "none" and result.effect is not None and result.effect.n == 0
+    return without_effect and result.lossless is None and result.reuse is None
 
 
 def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple[float, float]]:
