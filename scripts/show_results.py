@@ -191,6 +191,14 @@ def _name_commits(results: Sequence[Result]) -> str:
     return f"commits {', '.join(f'`{name}` ({count} runs)' for name, count in found.most_common())}"
 
 
+def _name_earlier(results: Sequence[Result]) -> str:
+    """The methods whose version was raised after a run, in one line; empty where there are none."""
+    names = sorted({
+        x.method.name for x in results if x.spec.method.version != find_method(x.method.name).card.version
+    })
+    return f"Some runs of {', '.join(names)} are of an earlier version of these methods.\n" if names else ""
+
+
 def describe(results: Sequence[Result]) -> str:
     """Where the numbers come from."""
     first = results[0]
@@ -199,22 +207,18 @@ def describe(results: Sequence[Result]) -> str:
         if x.environment.git is not None and x.environment.git.commit[:12] in IN_ONE_BLOCK
         and find_method(x.method.name).graphable is not None
     })
-    changed = sorted({
-        x.method.name for x in results if x.spec.method.version != find_method(x.method.name).card.version
-    })
-    versions = f"Runs of {', '.join(changed)} are of an earlier version of these methods.\n" if changed else ""
     early = f" For {', '.join(old)} it is from before they were forced token by token." if old else ""
     return (
         f"Model `mini`, task `{first.task.name}`, `multi-turn`, {first.n_samples} contexts with {first.spec.turns} "
         f"questions each, reference history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), "
         f"{_name_commits(results)}.\n"
         "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers."
-        f"{early}\n{versions}"
+        f"{early}\n{_name_earlier(results)}"
     )
 
 
-def describe_real(results: Sequence[Result]) -> str:
-    """Where the numbers of a real model come from."""
+def describe_real(results: Sequence[Result], others: Sequence[Result] = ()) -> str:
+    """Where the numbers of a real model come from. others: results of other tables of the page"""
     first = results[0]
     cells = [
         f"Task `{task}`, {length:,} tokens, question {seen}: `{x.mode}`, {x.n_samples} contexts, "
@@ -223,7 +227,7 @@ def describe_real(results: Sequence[Result]) -> str:
     ]
     return (
         f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, on {first.environment.cpu} "
-        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}"
+        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}{_name_earlier([*results, *others])}"
     )
 
 
@@ -245,7 +249,7 @@ def make_texts() -> dict[Path, dict[str, str]]:
         README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real(smollm2), "methods": real_table(hidden), "conditions": condition_table(smollm2),
+            "source": describe_real(smollm2, text), "methods": real_table(hidden), "conditions": condition_table(smollm2),
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ def flip_signs(differences: Sequence[float]) -> float:
     Args:
         differences: one sum of score differences per context.
     """
-    values = abs(np.array(differences, dtype=float))
+    values = np.abs(np.array(differences, dtype=np.float64))
     total = float(values.sum())
     if not total:
         return 1.0
@@ -150,7 +150,7 @@ def flip_signs(differences: Sequence[float]) -> float:
     return min(1.0, float(chance[: middle - reached + 1].sum() + chance[middle + reached :].sum()))
 
 
-def _draw_signs(values: NDArray[np.float64], observed: float) -> float:
+def _draw_signs(values: NDArray[np.floating[Any]], observed: float) -> float:
     """The share of drawn sign combinations whose sum is at least as far from 0 as the observed one, which is one."""
     rng = np.random.default_rng(0)
     reached = 1
