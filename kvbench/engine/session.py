@@ -183,11 +183,13 @@ class Session(Stores):
         stop = self.model.stop_ids if stop is None else stop
         if history is not None:
             with self.fork() as branch:
+                branch.resume()
                 self.answer_started = now(self.model.device)
                 tokens = yield from branch.generate_passes(max_new_tokens, stop)
                 self.credit(branch)
             self.remember(history)
             return tokens
+        self.resume()
         self.answer_started = now(self.model.device)
         tokens = yield from self.generate_passes(max_new_tokens, stop)
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
@@ -196,6 +198,11 @@ class Session(Stores):
         self.pending = last if last[0] else []
         self.ledger.note_layers()
         return tokens
+
+    def resume(self) -> None:
+        """Prepare every layer for an answer; this belongs to the time to its first token."""
+        for store in self.layers:
+            store.resume()
 
     def generate_passes(self, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:
         """The passes of the method's `generate`; there are none to wait for if it generates in its own way."""

@@ -29,7 +29,10 @@ class Times(Record):
     prefill_s: float | None
     """From the start of the context to the first logits, compression included; first turn only."""
     compress_s: float | None
-    """The part of the prefill spent on compression: scoring, selecting and moving entries."""
+    """The part of the prefill spent on compression: selecting and moving entries, and scores that are computed then.
+
+    Scores that a method gathers in the attention of the context, such as H2O's sums, are in `prefill_s` alone.
+    """
     ttft_s: float
     """Time to first token; on the first turn with the prefill."""
     decode_s: float

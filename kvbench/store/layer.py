@@ -61,6 +61,9 @@ class LayerKV(DenseKV):
 
     # Reading
 
+    def resume(self) -> None:
+        """An answer is about to begin: bring entries into the form that its steps read."""
+
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
         seen = step.seen if self.length is None else step.positions[0, -1] + 1  # a captured step has no host numbers

@@ -28,7 +28,7 @@ class Stream(ABC):
 
 @dataclass
 class StreamKV(LayerKV):
-    """Exact entries until `store` ends the context; a stream until the next token; decoded entries from then on.
+    """Exact entries until `store` ends the context; a stream until a question or an answer; decoded entries from then.
 
     A fork decodes for itself, as a request does that takes a stored cache.
     """
@@ -45,15 +45,20 @@ class StreamKV(LayerKV):
         self._buffer.leave(self)
         self._block = None
 
+    def resume(self) -> None:
+        """Decode the stream, if it has not been."""
+        if self.stream is None:
+            return
+        decoded = self.stream.decode()
+        if self.track:
+            positions = torch.arange(self.seen - self.stored, self.seen, device=decoded["key"].device)
+            decoded["position"] = positions.to(torch.int32).expand(*decoded["key"].shape[:2], -1)
+        self._replace(decoded, self.stored + max(0, self.capacity - self.seen))
+        self.stream = None
+
     def append(self, step: Step) -> None:
         """Add a forward's entries; after the context, to the decoded ones."""
-        if self.stream is not None:
-            decoded = self.stream.decode()
-            if self.track:
-                positions = torch.arange(self.seen - self.stored, self.seen, device=decoded["key"].device)
-                decoded["position"] = positions.to(torch.int32).expand(*decoded["key"].shape[:2], -1)
-            self._replace(decoded, self.stored + max(0, self.capacity - self.seen))
-            self.stream = None
+        self.resume()
         super().append(step)
 
     def tensors(self) -> list[Tensor]:

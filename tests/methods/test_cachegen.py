@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import pytest
 import torch
 
@@ -42,6 +44,20 @@ def test_bins_of_the_layers_of_a_model_of_32(level, wanted):
     for layers, factor in ((32, 1), (64, 2)):
         method = CacheGen(level=level, layers=layers)
         assert [method.bins(x * factor) for x in (0, 9, 10, 19, 20)] == wanted
+
+
+@pytest.mark.parametrize("history", [None, [5, 6]])
+def test_the_stream_is_decoded_before_the_answer_is_timed(history, monkeypatch):
+    """A visible question leaves the stream as it is; its decoding belongs to the time to the first token."""
+    model = tiny_model()
+    with Session(model, CacheGen().fit(None, model.shape(80)), capacity=100) as session:
+        session.prefill(CONTEXT)
+        assert all(x.stream is not None for x in session.layers)
+        decoded, decode = [], CacheGenStream.decode
+        monkeypatch.setattr(CacheGenStream, "decode", lambda self: decoded.append(perf_counter()) or decode(self))
+        session.ask([], 4, history=history, stop=frozenset())
+        assert len(decoded) == len(model.layers)
+        assert max(decoded) <= session.answer_started
 
 
 def test_the_context_is_a_stream_until_the_next_token(make_step):
