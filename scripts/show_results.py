@@ -249,7 +249,8 @@ def make_texts() -> dict[Path, dict[str, str]]:
         README: {"table": real_table(smollm2, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real(smollm2, text), "methods": real_table(hidden), "conditions": condition_table(smollm2),
+            "source": describe_real(smollm2, text), "methods": real_table(hidden),
+            "conditions": condition_table(smollm2),
             "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
