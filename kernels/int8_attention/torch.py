@@ -63,7 +63,7 @@ def _attend(
     for low in range(first, stop, ENTRY_BLOCK):
         entries = slice(low, min(low + ENTRY_BLOCK, stop))
         # One product per KV head: codes are not copied for the heads of their group.
-        logits = (query.flatten(2, 3) @ key[:, :, entries].to(query.dtype).mT).float().unflatten(2, query.shape[2:4])
+        logits = (query.flatten(2, 3).float() @ key[:, :, entries].float().mT).unflatten(2, query.shape[2:4])
         logits = logits * (key_scale[:, :, None, None, entries].float() * (scale * SHIFT))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

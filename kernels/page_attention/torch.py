@@ -38,7 +38,8 @@ def page_attention(
         key, value = (
             x.index_select(0, flat[some].flatten()).view(count, chosen * page, -1) for x in (paged_keys, paged_values)
         )
-        logits = (key @ units[some].mT).float()[..., 0] * scale  # [u, k * page]; the other order would copy the keys
+        # In float32, as in `ragged_attention`; the other order would copy the keys once more.
+        logits = (key.float() @ units[some].float().mT)[..., 0] * scale  # [u, k * page]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         entries = (numbers[some] * page)[..., None] + entry  # [u, k, page]

@@ -94,7 +94,7 @@ def _attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention and its log-sum-exp in float32; queries without a visible entry give zero and -inf."""
-    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    logits = query.float() @ keys.float().mT * scale  # in 16 bits, large logits lose whole units
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:

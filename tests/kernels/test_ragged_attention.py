@@ -145,6 +145,16 @@ def test_half_precision(dtype, attention, error, allowed):
     assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
 
 
+def test_a_large_mean_of_the_keys_costs_no_precision(attention):
+    """Logits near 1,000 that differ by less than 2, which 16 bits would round to multiples of 4."""
+    query, keys, values = attention(GQA, 1, 20, dtype=torch.bfloat16)
+    query[..., 0], keys[..., 0] = 4.0, 256.0
+    found = dense_partial(query, keys, values, positions=None, scale=1.0, seen=20)
+    weights = (query.unflatten(1, (2, 3)).double() @ keys[:, :, None].double().mT).softmax(-1)
+    wanted = (weights @ values[:, :, None].double()).flatten(1, 2)
+    assert (found.output - wanted).abs().max() < 0.02
+
+
 def test_memory_is_linear(attention, largest, monkeypatch):
     """No tensor of T x N elements, over flat entries or over the tail."""
     monkeypatch.setattr(plain, "QUERY_BLOCK", 128)
