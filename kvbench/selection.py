@@ -190,6 +190,14 @@ def pool_scores(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
     return pooled
 
 
+def pool_before(scores: Tensor, window: int, kernel: int, kind: Pool) -> Tensor:
+    """Smooth the scores of entries before the observation window; those of the window are infinite. [B, H, n]"""
+    before = max(0, scores.shape[-1] - window)
+    return torch.cat([
+        pool_scores(scores[..., :before], kernel, kind), torch.full_like(scores[..., before:], torch.inf)
+    ], dim=-1)
+
+
 def go_around(
     inner: type[Method], around: type, card: Card, note: str, *notes: str
 ) -> type[Method]:

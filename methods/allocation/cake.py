@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Gt, Odd
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import group_mean, pool_scores, protect_last
+from kvbench.selection import group_mean, pool_before
 from kvbench.store import LayerKV
 from kvbench.store.scores import window_weights_of
 from kvbench.techniques.cascade import CascadeMethod, fill_water, round_shares
@@ -86,8 +86,7 @@ class CAKE(CascadeMethod):
         if self.pooled is not None and step.layer in self.pooled:
             kv.state["preference"] = entropy.clamp_min(0) ** (1 / self.dispersion) * variance ** (1 / self.shift)
         scores = torch.cat(found, dim=-1).flatten(1, 2)  # [B, H_q, n]
-        scores[..., :before] = pool_scores(scores[..., :before], self.kernel, "avg")
-        return protect_last(group_mean(scores, kv.keys.shape[1]), self.window)
+        return group_mean(pool_before(scores, self.window, self.kernel, "avg"), kv.keys.shape[1])
 
     def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
         """The layer's preference: entropy and variance of attention before the window, to their powers. [B]"""

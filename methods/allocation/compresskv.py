@@ -14,7 +14,7 @@ from kvbench.constraints import Ge, Odd, Positive
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
-from kvbench.selection import ScoredMethod, pool_scores, protect_last
+from kvbench.selection import ScoredMethod, pool_before
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of, window_weights_of
 from kvbench.techniques.calibration import calibration_ids
@@ -103,9 +103,8 @@ class CompressKV(ScoredMethod):
         """Pooled attention of the window in the voting heads, for all heads; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None and self.heads is not None
         mass = attention_mass_of(kv.recent_queries, kv, step)[:, list(self.heads[step.layer])]
-        before = max(0, kv.n - kv.recent_queries.shape[2])
-        mass[..., :before] = pool_scores(mass[..., :before], self.kernel, "avg")
-        return protect_last(mass.mean(1, keepdim=True).expand(-1, kv.keys.shape[1], -1), self.window)
+        mean = pool_before(mass, self.window, self.kernel, "avg").mean(1, keepdim=True)
+        return mean.expand(-1, kv.keys.shape[1], -1)
 
 
 @dataclass(frozen=True)

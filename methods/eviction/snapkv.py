@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import Pool, ScoredMethod, group_mean, pool_scores, protect_last
+from kvbench.selection import Pool, ScoredMethod, group_mean, pool_before
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of
 
@@ -58,6 +58,4 @@ class SnapKV(ScoredMethod):
         """Pooled attention of the window's queries to the entries before it; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None
         mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv.keys.shape[1])
-        before = max(0, kv.n - kv.recent_queries.shape[2])  # a sliding layer may store fewer entries than queries
-        mass[..., :before] = pool_scores(mass[..., :before], self.kernel, self.pool)
-        return protect_last(mass, self.window)
+        return pool_before(mass, self.window, self.kernel, self.pool)

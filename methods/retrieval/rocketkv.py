@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
-from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
+from kvbench.selection import group_mean, pool_before, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import attention_mass_of
@@ -97,9 +97,7 @@ class RocketKV(ReadingMethod):
         assert kv.recent_queries is not None
         entries = kv.n
         mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv.keys.shape[1])
-        before = entries - self.window
-        mass[..., :before] = pool_scores(mass[..., :before], self.kernel, "max")
-        kv.keep(top_entries(protect_last(mass, self.window), self.kept(entries)))
+        kv.keep(top_entries(pool_before(mass, self.window, self.kernel, "max"), self.kept(entries)))
         size = self.chunk(entries)
         offsets = torch.arange(0, kv.n + size, size, dtype=torch.int32, device=kv.keys.device).clamp_max(kv.n)
         kv.start({"bounds": find_bounds(kv.keys, size), "offsets": offsets})  # [B, H_kv, 2, chunks, D], [chunks + 1]

@@ -13,7 +13,7 @@ from kvbench.constraints import Ge, Odd, Positive
 from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream, resolved
-from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
+from kvbench.selection import group_mean, pool_before, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import attention_mass_of
@@ -136,9 +136,7 @@ class SentenceKV(ReadingMethod):
         sentence = torch.tensor(numbers, device=kv.keys.device)[:, None].expand(-1, kv_heads, -1)
         if entries > self.factor * self.rows:
             mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv_heads)
-            before = entries - self.window
-            mass[..., :before] = pool_scores(mass[..., :before], self.kernel, "max")
-            kept = top_entries(protect_last(mass, self.window), self.factor * self.rows)
+            kept = top_entries(pool_before(mass, self.window, self.kernel, "max"), self.factor * self.rows)
             sentence = sentence.gather(2, kept)
             kv.keep(kept)
         inner = slice(self.sinks, kv.n - self.recent)
