@@ -35,6 +35,7 @@ from kvbench.runs.spec import (
     RunSpec,
     TaskSpec,
     Versions,
+    describe_bound,
 )
 from kvbench.settings import jsonable_settings
 from kvbench.task import find_frame, prompt_tokens
@@ -42,7 +43,7 @@ from kvbench.text.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
-    from kvbench.method import ModelKind
+    from kvbench.method import Method, ModelKind
 
 GB = 1e9
 
@@ -218,6 +219,11 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
     )
 
 
+def _find_weights(bound: Method) -> str | None:
+    """SHA-256 of the weights in the file that the setting `weights` names: the path says nothing of its contents."""
+    return getattr(bound, "part", None) if bound.settings.get("weights") else None
+
+
 def _try_first(job: Job, request: Request) -> Job:
     """Generate the first sample, bind the method, fit the budget, check the model's capacity, and choose the batch.
 
@@ -262,7 +268,9 @@ def _try_first(job: Job, request: Request) -> Job:
     from kvbench.runs.batch import resolve_batch  # imports torch, too
 
     batch = resolve_batch(read_batch(request.batch), job, fitted, job.model.shape(context), capacity)
-    spec = spec.model_copy(update={"batch": batch})
+    spec = spec.model_copy(update={
+        "batch": batch, "weights_sha256": _find_weights(bound), "bound": describe_bound(bound.resolution),
+    })
     return replace(
         job, spec=spec, folder=request.out / spec.run_id, method=bound, resolution=dict(fitted.resolution)
     )

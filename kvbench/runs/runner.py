@@ -109,7 +109,7 @@ def run_samples(
 
 
 def _claim_folder(job: Job) -> None:
-    """Write spec.json, or check that the samples in the folder were computed by the same code.
+    """Write spec.json, or check that the samples in the folder were computed by the same code on the same values.
 
     Raises:
         UserError: they were not, or the folder is of another run.
@@ -119,11 +119,19 @@ def _claim_folder(job: Job) -> None:
         saved = read_file(path, RunSpec)
         if saved.run_id != job.spec.run_id:
             raise UserError(f"{path} is of another run. Move the folder away, or give another --out.")
+        has_lines = journal.exists() and journal.stat().st_size
         changes = saved.find_code_changes(job.spec)
-        if changes and journal.exists() and journal.stat().st_size:
+        if changes and has_lines:
             raise UserError(
                 f"{job.folder} holds samples that other code computed ({'; '.join(changes)}), and one result cannot "
                 "mix them. Delete the folder to start again, or give another --out."
+            )
+        changes = saved.find_bound_changes(job.spec)
+        if changes and has_lines:
+            raise UserError(
+                f"{job.folder} holds samples for which {job.spec.method.name} found other values on the model "
+                f"({'; '.join(changes)}), and one result cannot mix them. Give it the earlier file, or give another "
+                "--out."
             )
     write_record(path, job.spec)
 

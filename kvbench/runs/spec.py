@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
@@ -123,8 +125,9 @@ class Sources(Record):
 
 PROTOCOL_VERSION: Literal[1] = 1
 """Raised when a change of the harness changes numbers: how prompts are run, bytes counted or scores averaged."""
+HASH_LENGTH = 64
 NOT_IDENTITY: dict[str, Any] = {
-    "schema_version": True, "versions": True, "sources": True, "method": {"family"}, "task": {"suite"},
+    "schema_version": True, "versions": True, "sources": True, "bound": True, "method": {"family"}, "task": {"suite"},
 }
 """Fields that are not part of the identity: provenance and grouping."""
 
@@ -159,6 +162,10 @@ class RunSpec(Record):
     generation: GenerationSpec
     versions: Versions
     sources: Sources
+    weights_sha256: str | None = None
+    """Of the weights in the file that the method's setting `weights` names; None: it names none."""
+    bound: dict[str, str] | None = None
+    """Values that the method resolved on the model, long ones as hashes. None: a file of before this field."""
 
     @property
     def run_id(self) -> str:
@@ -170,8 +177,9 @@ class RunSpec(Record):
         for part in ("method", "task"):
             if document[part]["code"] is None:  # run ids stay the same as before this field
                 del document[part]["code"]
-        if document["parts"] is None:
-            del document["parts"]
+        for name in ("parts", "weights_sha256"):
+            if document[name] is None:
+                del document[name]
         generation = document["generation"]
         if generation["denoising"] is not None and generation["denoising"]["response_length"] is None:
             del generation["denoising"]["response_length"]
@@ -188,6 +196,33 @@ class RunSpec(Record):
             *(f"source of the {part}" for part, value in self.sources if value != sources[part]),
             *(f"{name} {value}, now {versions[name]}" for name, value in self.versions if value != versions[name]),
         ]
+
+    def find_bound_changes(self, other: RunSpec) -> list[str]:
+        """Differences between what the method resolved on the model here and in another run, usually today's."""
+        if self.bound is None or other.bound is None:
+            return []
+        return [
+            f"{name} {shorten_value(self.bound.get(name))}, now {shorten_value(other.bound.get(name))}"
+            for name in sorted(self.bound.keys() | other.bound.keys())
+            if self.bound.get(name) != other.bound.get(name)
+        ]
+
+
+def shorten_value(text: str | None) -> str:
+    """A text for a message; of a hash, the beginning."""
+    return "none" if text is None else text[:12] if len(text) == HASH_LENGTH else text
+
+
+def describe_bound(resolution: Mapping[str, object]) -> dict[str, str]:
+    """Values that a method resolved on a model, as short texts; those longer than a hash as hashes."""
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(to_jsonable_python(value), sort_keys=True)
+        for name, value in resolution.items()
+    }
+    return {
+        name: text if len(text) <= HASH_LENGTH else hashlib.sha256(text.encode()).hexdigest()
+        for name, text in texts.items()
+    }
 
 
 def find_origin(spec: RunSpec) -> str:

@@ -64,7 +64,7 @@ def _kind(job: Job) -> str:
     """A key that is equal for cells with the same predicted time per sample."""
     return job.spec.model_dump_json(exclude={
         "method": True, "sources": {"method", "kernels"}, "budget": True, "seed": True, "samples": True,
-        "recompress": True,
+        "recompress": True, "weights_sha256": True, "bound": True,
     })
 
 

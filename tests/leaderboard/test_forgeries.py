@@ -431,6 +431,9 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
     "a stop token twice": (
         lambda files: edit_spec(files, lambda x: x["task"].update(stop=2 * x["task"]["stop"])), "its task.stop is",
     ),
+    "the hash of weights that no setting names, which gives another run id": (
+        in_spec("weights_sha256", value="0" * 64), "spec: its weights_sha256 is '000",
+    ),
     "a setting as another type, which gives another run id": (
         in_spec("method", "settings", "window", value=32.0), "method: snapkv does not accept its settings: window is",
     ),

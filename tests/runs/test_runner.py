@@ -12,12 +12,31 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.results import Result
+from kvbench.runs.spec import RunSpec
+from kvbench.techniques.parts import _HASHES, SHIPPED, read_metadata
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 INERT, LAST = f"{TOYS}:Inert", f"{TOYS}:Last"
+BOUND = """
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvbench.method import resolved
+from kvbench.methods.eviction.knorm import Knorm
+
+@dataclass(frozen=True)
+class Bound(Knorm):
+    file: str = ""
+    found: str | None = resolved(by_bind=True)
+
+    def bind(self, model):
+        return replace(self, found=Path(self.file).read_text())
+"""
+"""A method that takes a hash from a file when it is bound."""
 MODES = {
     "visible": ("--mode", "single"),
     "hidden": ("--mode", "single", "--visibility", "hidden", "--chunk", "7"),
@@ -317,6 +336,45 @@ def test_samples_of_other_code_are_not_continued(kvbench, arguments, tmp_path):
     assert "--out" in refused.err
     (folder / "samples.jsonl").unlink()
     assert kvbench(*arguments, "--method", LAST).code == 0
+
+
+def test_samples_of_other_values_on_the_model_are_not_continued(kvbench, arguments, tmp_path):
+    """A method that found another hash on the model than it did for the saved samples is refused, in one line."""
+    found, code = tmp_path / "found", tmp_path / "bound.py"
+    found.write_text("a" * 64)
+    code.write_text(BOUND)
+    method = "--method", f"{code}:Bound", "--set", f"file={found}"
+    first = kvbench(*arguments, *method)
+    assert first.json["spec"]["bound"] == {"found": "a" * 64}
+    folder = only_run(tmp_path)
+    (folder / "result.json").unlink()
+    found.write_text("b" * 64)
+    refused = kvbench(*arguments, *method)
+    assert refused.code == 2
+    (line,) = [x for x in refused.err.splitlines() if "one result cannot mix them" in x]
+    assert f"found {'a' * 12}, now {'b' * 12}" in line
+    assert "--out" in line
+    assert not (folder / "result.json").exists()
+    found.write_text("a" * 64)
+    assert kvbench(*arguments, *method).json["run_id"] == first.json["run_id"]
+
+
+def test_weights_of_other_contents_are_another_run(kvbench, arguments, tmp_path):
+    """The path of a file says nothing of its contents, so their hash is part of the run id. A run without has none."""
+    arguments[arguments.index("--model") + 1] = "mini"
+    part, ids = tmp_path / "part.safetensors", []
+    shipped = SHIPPED / "reasoncache-mini.safetensors"
+    weights = load_file(shipped)
+    for scale in (1.0, 2.0):
+        save_file({name: x * scale for name, x in weights.items()}, part, metadata=read_metadata(shipped))
+        _HASHES.clear()  # as in a new process
+        answer = kvbench(*arguments, "--method", "reasoncache", "--set", f"weights={part}")
+        assert answer.json["spec"]["weights_sha256"] == answer.json["budget"]["resolved"]["part"]
+        ids.append(answer.json["run_id"])
+    assert len(set(ids)) == 2
+    spec = read_file(tmp_path / "runs" / ids[0] / "spec.json", RunSpec)
+    assert spec.model_copy(update={"weights_sha256": None}).run_id not in ids
+    assert kvbench(*arguments, "--method", "reasoncache").json["spec"]["weights_sha256"] is None
 
 
 def test_an_edited_file_is_a_new_run(kvbench, arguments, tmp_path):

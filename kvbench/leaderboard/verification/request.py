@@ -39,4 +39,5 @@ def _list_written(spec: RunSpec, found: ResolvedRequest) -> Iterator[tuple[str, 
     else:
         generation = generation.model_copy(update={"denoising": None})
     yield from ((f"generation.{name}", getattr(spec.generation, name), value) for name, value in generation)
+    yield "weights_sha256", spec.weights_sha256, None  # a method whose settings name a file is not known here
     yield "task.stop", spec.task.stop, tuple(sorted(set(spec.task.stop)))

@@ -66,7 +66,7 @@ def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
     except UserError as error:
         raise UnverifiableError(str(error)) from error
     differs = []
-    documents = [x.model_dump(mode="json") for x in (spec, job.spec)]
+    documents = [x.model_dump(mode="json", exclude={"bound"}) for x in (spec, job.spec)]  # as its result resolves it
     for name, stated, found in differences(documents[0], documents[1]):
         if not name.startswith(MAY_DIFFER) and not (stated is None and name.startswith("method.settings.")):
             raise RefusedError("rerun", f"its {name} is {quote(stated)}, here it is {quote(found)}")
