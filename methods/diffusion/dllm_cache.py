@@ -27,7 +27,7 @@ class DllmCache(Policy):
     share: Share = 0.25
 
     card: ClassVar[Card] = Card(
-        name="dllm-cache", title="dLLM-Cache", models="diffusion",
+        name="dllm-cache", version="2", title="dLLM-Cache", models="diffusion",
         idea="Keys, values and the outputs of attention and feed-forward layers are cached by token. The prompt is "
              "recomputed rarely, the answer more often, and in between the tokens whose values changed most.",
         arxiv="2506.06295", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
@@ -77,6 +77,7 @@ class DllmCache(Policy):
         new = d.blocks.values(layer, hidden[:, d.prompt :])
         old = kv.values[:, :, d.prompt :]
         likeness = torch.cosine_similarity(new.transpose(1, 2).flatten(2), old.transpose(1, 2).flatten(2), dim=-1)
+        kv.read_bytes += old.nbytes + new.nbytes  # in addition to the attention's reads
         kv.values[:, :, d.prompt :] = new
         least = likeness.topk(int(self.share * likeness.shape[1]), dim=-1, largest=False).indices + d.prompt
         return torch.zeros_like(d.masked).scatter_(1, least, torch.ones_like(least, dtype=torch.bool))

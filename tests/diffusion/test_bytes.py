@@ -1,9 +1,10 @@
-"""Keys that are read to decide what is kept are read: bytes by hand."""
+"""Entries that are read to decide what is kept or computed are read: bytes by hand."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvbench.methods.diffusion.dllm_cache import DllmCache
 from kvbench.methods.diffusion.elastic_cache import ElasticCache
 from kvbench.methods.diffusion.sparse_dllm import SparseDllm
 
@@ -21,3 +22,16 @@ def test_sparse_pays_for_the_keys_that_it_chooses_by(unshifted, prompts, fill):
     found = fill(unshifted, SparseDllm(), prompt=prompts[:1], block=4)
     row = 2 * 16 * 4  # 2 heads of 16, float32
     assert found.read_bytes == 2 * 4 * row * (2 * 2 * 36 + 2 * 2 * (16 + 4) + 32)
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.25, 13), (0.0, 0)])
+def test_dllm_cache_pays_for_the_values_that_it_chooses_by(unshifted, prompts, fill, share, chosen):
+    """In the second layer, 13 of 16 passes compare the 16 cached values of the answer with the new ones.
+
+    The other passes recompute the whole answer, as the first layer always does. With a share of 0 nothing is compared,
+    and the second layer's attention runs in those passes alone.
+    """
+    found = fill(unshifted, DllmCache(share=share), prompt=prompts[:1])
+    row = 2 * 16 * 4  # 2 heads of 16, float32
+    attended = 16 + (16 if chosen else 3)
+    assert found.read_bytes == row * (attended * 2 * 36 + chosen * 2 * 16)
