@@ -171,6 +171,14 @@ class VerifiedKV(LayerKV):
         """As `read_bytes`, with an entry of the draft counted once that several query heads read."""
         return self._per_token(self.draft.distinct_read_bytes(), _entry_bytes(self.target))
 
+    def tier_read_bytes(self) -> tuple[int, int]:
+        """The parts of `read_bytes` that come from the host and from a file."""
+        host, file = self.target.tier_read_bytes()
+        if self._host:
+            host = _entry_bytes(self.target)
+        from_host, from_file = self.draft.tier_read_bytes()
+        return self._per_token(from_host, host), self._per_token(from_file, file)
+
     def _per_token(self, draft: int, target: int) -> int:
         return (self.drafted * draft + self.passes * target) // self.generated if self.generated else target
 

@@ -165,6 +165,27 @@ def test_read_bytes_are_those_of_drafts_and_passes_per_token():
         assert session.memory().read_bytes_per_step == pytest.approx((3 + 1) * held / 4, rel=1e-3)
 
 
+def test_reads_of_a_pass_over_host_memory_are_reads_from_the_host():
+    """All that verification reads, and nothing of a draft on the device; the bytes of both add up to all reads.
+
+    The draft of `leoam` has entries in a file, which count as well. A cache on the device has no such reads.
+    """
+    model = tiny_model()
+    whole, half, found = Budget("fraction", 1.0), Budget("fraction", 0.5), {}
+    for name, budget in (("snapkv+vericache", whole), ("leoam+vericache", half), ("magicdec", half)):
+        with open_session(find_method(name)(draft_length=3), model, budget) as session:
+            session.prefill(CONTEXT)
+            before = session.memory()
+            session.ask(QUESTIONS[0], 9, stop=NEVER_STOP)
+            found[name] = before, session.memory(), model.shape(session.seen).full_bytes
+    before, after, held = found["snapkv+vericache"]
+    assert before.host_read_bytes_per_step == before.read_bytes_per_step == model.shape(LENGTH).full_bytes
+    assert after.host_read_bytes_per_step == pytest.approx(held / 4, rel=1e-3)
+    assert after.read_bytes_per_step - after.host_read_bytes_per_step == pytest.approx(3 * held / 4, rel=1e-3)
+    assert found["leoam+vericache"][1].file_read_bytes_per_step > 0
+    assert [x.host_read_bytes_per_step for x in found["magicdec"][:2]] == [0, 0]
+
+
 def test_a_batch_gives_each_sequence_its_own_answer():
     """Sequences accept the same number of tokens per round, and their answers are those of one at a time."""
     model, contexts = tiny_model(), [random_ids(LENGTH, seed=4), random_ids(LENGTH, seed=5)]
