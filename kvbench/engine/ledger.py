@@ -90,6 +90,7 @@ class Ledger:
             "acted": any(x.changed and x.value for x in facts.values()),
             "facts": {name: x.value for name, x in facts.items()},
             "maxima": tuple(name for name, x in facts.items() if x.maximum),
+            "restarts": tuple(name for name, x in facts.items() if x.restarts),
         })
 
     def to_json(self) -> dict[str, Any]:

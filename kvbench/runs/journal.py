@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -96,6 +97,16 @@ class Effect(Record):
     """Totals over the layers, by name."""
     maxima: tuple[str, ...] = ("distinct_codes", "distinct_key_codes", "distinct_value_codes")
     """Facts whose totals are maxima; the others are sums. The default is for files that lack this field."""
+    restarts: tuple[str, ...] = ()
+    """Facts that every fork counts from 0. Files of before this field name none."""
+
+
+def add_forks(turns: Sequence[Effect]) -> Effect:
+    """The effect of forks of one context: that of the last, with the sums of what every fork counts from 0."""
+    added: Counter[str] = Counter()
+    for effect in turns:
+        added.update({name: effect.facts[name] for name in effect.restarts if name in effect.facts})
+    return turns[-1].model_copy(update={"facts": {**turns[-1].facts, **added}})
 
 
 def total_facts(effects: Iterable[Effect]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
-from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, total_facts
+from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, add_forks, total_facts
 from kvbench.runs.results import (
     BaselineResult,
     BatchResult,
@@ -31,7 +31,7 @@ from kvbench.runs.results import (
 from kvbench.runs.schema import in_16_bits
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.stats import INTERVAL, find_interval, quantile
-from kvbench.task import Scorer
+from kvbench.task import Mode, Scorer
 
 
 def summarize(
@@ -51,7 +51,7 @@ def summarize(
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
-    effect = summarize_effect(job.method.budget_kind.value, good)
+    effect = summarize_effect(job.method.budget_kind.value, good, forks=spec.mode is Mode.MULTI_REQUEST)
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
@@ -138,9 +138,10 @@ def score_lines(
     )
 
 
-def summarize_effect(kind: str, lines: Sequence[Line]) -> EffectResult | None:
+def summarize_effect(kind: str, lines: Sequence[Line], *, forks: bool = False) -> EffectResult | None:
     """The effect check over samples. The method acted in a sample if it acted in any of its turns.
 
+    forks: whether every turn ran on its own fork of the context; otherwise the counters of the last one cover all.
     Settings that are lossless for the context may evict later, if a question or an answer exceeds the budget.
     """
     samples: dict[int, list[Effect]] = {}
@@ -156,7 +157,7 @@ def summarize_effect(kind: str, lines: Sequence[Line]) -> EffectResult | None:
         kind=kind, n_acted=sum(any(turn.acted for turn in x) for x in bound), n=len(bound),
         n_identity=len(samples) - len(bound), entries_seen=round(fmean(x[0].entries_seen for x in samples.values())),
         entries_kept=fmean(layers), entries_kept_by_layer=layers,
-        facts=total_facts(x[-1] for x in samples.values()),
+        facts=total_facts(add_forks(x) if forks else x[-1] for x in samples.values()),
     )
 
 

@@ -15,6 +15,8 @@ class Fact:
     """Whether a value above 0 proves that the method changed what is stored or read."""
     maximum: bool = False
     """Whether the total over layers and samples is the maximum; otherwise it is the sum."""
+    restarts: bool = False
+    """Whether a fork counts from 0; otherwise it goes on from what its parent counted."""
 
 
 def add_facts(total: Mapping[str, Fact], facts: Mapping[str, Fact]) -> dict[str, Fact]:

@@ -192,7 +192,7 @@ class PagedKV(SelectiveKV):
 
     def facts(self) -> dict[str, Fact]:
         """Counters of the reads; pages that the heads of a group share count once in `pages_distinct`."""
-        distinct = {} if self.distinct is None else {"pages_distinct": Fact(int(self.distinct))}
+        distinct = {} if self.distinct is None else {"pages_distinct": Fact(int(self.distinct), restarts=True)}
         return {**super().facts(), **distinct}
 
     def close(self) -> None:

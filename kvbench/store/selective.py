@@ -55,6 +55,7 @@ class SelectiveKV(LayerKV):
     def facts(self) -> dict[str, Fact]:
         """Counters of the reads and of the changes."""
         counted = {
-            name: Fact(x, changed=name == self.proof) for name, x in self.reads.items() if name not in COUNTS
+            name: Fact(x, changed=name == self.proof, restarts=True)
+            for name, x in self.reads.items() if name not in COUNTS
         }
         return {**super().facts(), **counted}

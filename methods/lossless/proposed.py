@@ -102,7 +102,7 @@ class DraftedKV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Drafted tokens, in the layer that stores their ids."""
-        return {**super().facts(), "tokens_drafted": Fact(self.drafted * self.remembers)}
+        return {**super().facts(), "tokens_drafted": Fact(self.drafted * self.remembers, restarts=True)}
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class RoutedKV(PromptKV):
         """The counts of the prompt's attention, of sparse layers, and of entries that later tokens did not read."""
         return {
             **super().facts(), "layers_sparse": Fact(self.whole.count(False)),
-            "entries_skipped": Fact(self.skipped_reads, changed=True),
+            "entries_skipped": Fact(self.skipped_reads, changed=True, restarts=True),
         }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvbench.budget import Budget
+from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -172,6 +172,47 @@ def test_facts_add_up_over_samples_and_distinct_codes_do_not():
         for i, x in enumerate(facts)
     ]
     assert summarize_effect("bits", lines).facts == {"entries_quantized": 12, "distinct_codes": 4}
+
+
+def read(turn: int, **facts: int) -> Line:
+    """A question of which the store counted these pages and dropped entries."""
+    return line(0, turn, effect=Effect(
+        acted=True, identity=False, entries_seen=9, entries_kept=(9.0,), facts=facts, restarts=("pages_read",),
+    ))
+
+
+def test_what_every_fork_counts_from_0_adds_up_over_the_forks_of_a_context():
+    """Pages read by each question are a sum; entries that the context dropped, which each fork counts, are not.
+
+    In a conversation without forks the counters of the last turn cover the turns before it.
+    """
+    lines = [read(0, entries_dropped=5, pages_read=3), read(1, entries_dropped=5, pages_read=4)]
+    assert summarize_effect("read", lines, forks=True).facts == {"entries_dropped": 5, "pages_read": 7}
+    assert summarize_effect("read", lines).facts == {"entries_dropped": 5, "pages_read": 4}
+
+
+def test_a_journal_of_before_the_forks_counters_were_named_is_summarized_as_it_was():
+    """Finished results follow from their journals: the last turn counts, as when they were made."""
+    lines = [read(turn, pages_read=3 + turn) for turn in range(2)]
+    early = [x.model_copy(update={"effect": x.effect.model_copy(update={"restarts": ()})}) for x in lines]
+    assert summarize_effect("read", early, forks=True).facts == {"pages_read": 4}
+
+
+@pytest.mark.parametrize("name", ["quest", "prompt-lookup", "leoam", "rocketkv", "snapkv", "kivi"])
+def test_a_counter_that_a_fork_sets_to_0_says_so(name):
+    """Every counter of which a fork has less than the session that it left is named, and no other."""
+    model = tiny_model()
+    method = find_method(name)().bind(model)
+    budget = None if method.budget_kind in (BudgetKind.NONE, BudgetKind.BITS) else Budget("fraction", 0.5)
+    with Session(model, method.fit(budget, model.shape(120)), capacity=200) as session:
+        session.prefill([x % VOCABULARY for x in range(120)])
+        session.ask([1, 2, 3], 9, stop=frozenset())
+        before = session.effect()
+        with session.fork() as branch:
+            after = branch.effect().facts
+    assert {x for x, value in before.facts.items() if after.get(x, 0) < value} == set(before.restarts) & {
+        x for x, value in before.facts.items() if value
+    }
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova", "streaming-llm"])
