@@ -38,20 +38,29 @@ class Job:
     """The budget in entries or bits, resolved on the first sample."""
 
     @property
+    def compares(self) -> bool:
+        """Whether the logits of reference answers are compared with the full cache's."""
+        return self.model.masking is None and not (self.model.random or self.method.is_exact)
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """Ids of the tokens that end an answer: the model's and the task's."""
         return frozenset(self.spec.task.stop)
 
 
-def find_capacity(encoded: Encoded, spec: RunSpec, max_new_tokens: list[int]) -> int:
-    """The most tokens that a conversation can have, answers included. max_new_tokens: of each turn."""
+def find_capacity(encoded: Encoded, spec: RunSpec, max_new_tokens: list[int], *, compares: bool = False) -> int:
+    """The most tokens that a conversation can have, answers included.
+
+    max_new_tokens: of each turn. compares: whether reference answers are forced, to compare their logits.
+    """
     turns = list(zip(encoded.turns, max_new_tokens, strict=True))
+    after = [max(longest_answer(turn, most), len(turn.answer) if compares else 0) for turn, most in turns]
     if spec.mode is Mode.MULTI_REQUEST:
-        return len(encoded.context) + max(len(turn.first) + longest_answer(turn, most) for turn, most in turns)
+        return len(encoded.context) + max(len(turn.first) + room for (turn, _), room in zip(turns, after, strict=True))
     position, capacity = len(encoded.context), 0
     for index, (turn, most) in enumerate(turns):
         position += len(turn.later if index else turn.first)
-        capacity = max(capacity, position + longest_answer(turn, most))
+        capacity = max(capacity, position + after[index])
         position += longest_answer(turn, most) if spec.history == "own" else len(turn.answer)
     return capacity
 

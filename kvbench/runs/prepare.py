@@ -258,7 +258,7 @@ def _try_first(job: Job, request: Request) -> Job:
     fitted = bound.fit(job.budget, job.model.shape(context))
     if job.model.masking is None:
         most = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
-        capacity = find_capacity(encoded, spec, most)
+        capacity = find_capacity(encoded, spec, most, compares=job.compares)
     else:
         from kvbench.diffusion.sample import plan_turn  # imports torch; requests are checked first
 

@@ -87,9 +87,9 @@ def converse(
     limits = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
     visible = () if spec.visibility == "hidden" else encoded.turns[0].first
     method = job.method.fit(job.budget, model.shape(len(encoded.context) + len(visible)))
-    capacity = find_capacity(encoded, spec, limits)
+    compares = agreement and job.compares
+    capacity = find_capacity(encoded, spec, limits, compares=compares)
     check_capacity(job, capacity)
-    compares = agreement and not (model.random or method.is_exact)
     reuse = None
     if method.reads_parts:
         reuse = Reuse(

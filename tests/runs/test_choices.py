@@ -13,7 +13,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from kvbench.engine.agreement import compare_logits
+from kvbench.engine.agreement import FullCache, compare_logits
+from kvbench.engine.session import Session
+from kvbench.hf.tiny import tiny_model
 from kvbench.registry import find_task
 from kvbench.runs import reply
 from kvbench.runs.files import read_lines
@@ -167,6 +169,31 @@ def test_a_choice_beyond_the_context_window_is_refused(toys):
     fits, lines, _ = toys("Mixed", choices=[" sky", "x" * 400])
     assert fits.code == 0
     assert {len(x.facts["logprobs"][1]) for x in lines} == {400}
+
+
+@pytest.mark.parametrize("mode", [Mode.SINGLE, Mode.MULTI_REQUEST])
+def test_a_reference_that_is_compared_has_room(mode):
+    """One that is longer than the answer may be is forced on a fork, which would copy a cache that is too small."""
+    turn = EncodedTurn((1,) * 3, (1,) * 4, (1,) * 20)
+    encoded, spec = Encoded((1,) * 50, (turn,)), SimpleNamespace(mode=mode, history="reference")
+    assert find_capacity(encoded, spec, [5]) == 50 + 3 + 5
+    assert find_capacity(encoded, spec, [30], compares=True) == 50 + 3 + 30
+    with Session(tiny_model(), FullCache(), capacity=find_capacity(encoded, spec, [5], compares=True)) as session:
+        session.prefill(encoded.context)
+        session.question(turn.first, 5)
+        with session.fork() as branch:
+            branch.force(turn.answer)
+            places = [{x.keys.untyped_storage().data_ptr() for x in both.layers} for both in (session, branch)]
+    assert places[0] == places[1]
+
+
+def test_a_reference_beyond_the_context_window_is_refused(kvbench, arguments):
+    """Before any run, if it is compared; the full cache is compared with nothing, and never runs it."""
+    arguments += ["--task-set", f"word={'x' * 500}"]
+    refused = kvbench(*arguments, "--method", LAST)
+    assert refused.code == 2
+    assert "tokens, and model" in refused.err
+    assert kvbench(*arguments, "--method", "full").code == 0
 
 
 def test_a_choice_with_nan_probability_fails_its_sample(toys, monkeypatch):
