@@ -168,8 +168,9 @@ class Stores:
             self.compress_seconds += now(step.key.device) - started
             if not self.recompress:
                 kv.settle()
-            for index in range(step.layer):  # the method may have trimmed them
-                self.ledger.note_layer(index)
+            if type(self.method).end_of_layer is not Method.end_of_layer:
+                for index in range(step.layer):  # the method may have trimmed them
+                    self.ledger.note_layer(index)
         self.ledger.note_layer(step.layer)
 
     # Room and counts

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvbench.engine.autoregressive import step_logits
+from kvbench.engine.ledger import Ledger
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import attached
@@ -231,6 +232,31 @@ def test_a_capacity_that_is_too_small_changes_nothing(method):
 
 
 # Refusals, and the state after them
+
+
+@dataclass(frozen=True)
+class Trims(SnapKV):
+    """Drops an entry of the first layer when the second one has run."""
+
+    def end_of_layer(self, layers, step):
+        """Keep all entries of the first layer but one."""
+        if step.layer == 1 and step.moment.compresses:
+            layers[0].keep_last(layers[0].n - 1)
+
+
+@pytest.mark.parametrize(("method", "reads"), [(SNAPKV, 3 * 6), (Trims(window=4, kernel=3), 3 * 6 + 15)])
+def test_earlier_layers_are_measured_again_only_where_a_method_may_trim_them(method, reads, monkeypatch):
+    """Before and after each layer's own compression, and at the end: reads that grow with the layers, not with pairs.
+
+    The sum at the end is what the stores hold in both cases.
+    """
+    model, counted = tiny_model(layers=6), []
+    note = Ledger.note_layer
+    monkeypatch.setattr(Ledger, "note_layer", lambda self, index: (counted.append(index), note(self, index)))
+    with Session(model, fitted(method, model, 40), capacity=60) as session:
+        session.prefill(CONTEXT)
+        assert len(counted) == reads
+        assert session.memory().end_bytes == sum(x.nbytes() for x in session.layers)
 
 
 def test_a_second_context_is_refused():
