@@ -127,12 +127,13 @@ def name_training(result: Result) -> str:
 
 
 def name_question(result: Result) -> str:
-    """Task, length, visibility, and the generation settings that were chosen."""
+    """Task, length, visibility, number of contexts, and the generation settings that were chosen."""
     generation = result.spec.generation
     chosen = {} if generation.max_new_tokens is None else {"max_new_tokens": generation.max_new_tokens}
     if generation.denoising is not None:
         chosen |= generation.denoising.model_dump(exclude_defaults=True)
-    asked = f"{result.task.name}, {result.task.length:,} tokens, {VISIBILITIES[result.visibility]}"
+    contexts = f"{result.spec.samples} context{'s' if result.spec.samples > 1 else ''}"
+    asked = f"{result.task.name}, {result.task.length:,} tokens, {VISIBILITIES[result.visibility]}, {contexts}"
     return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
 
 
