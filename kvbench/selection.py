@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Method
+from kvbench.step import Moment
 from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class ScoredMethod(Method):
         if entries is None or entries >= kv.n:
             return
         scores = hide_unseen(self.score(kv, step), kv, step)
+        refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
             entries = max(entries, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
         self.select(kv, scores, entries)
@@ -90,11 +93,16 @@ class RollingMethod(Method):
         """Score of each entry if `entries` of them stay; infinite for protected ones. [B, H_kv, n] float32"""
 
     def evict(self, kv: LayerKV, step: Step) -> None:
-        """Down to the budget: the context's entries into a block of their own, later ones in place."""
+        """Down to the budget: the context's entries into a block of their own, later ones in place.
+
+        Decode steps on a GPU are not searched for NaN, because the host would wait for every layer.
+        """
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n or not step.moment.is_last:
             return
         scores = hide_unseen(self.score(kv, step, entries), kv, step)
+        if step.moment is not Moment.DECODE or not scores.is_cuda:
+            refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if step.moment.in_context:
             kv.keep(top_entries(scores, entries))
         else:
@@ -133,8 +141,18 @@ def require_inverse_rotation(model: Model, name: str) -> None:
         )
 
 
+def refuse_nan(scores: Tensor, what: str = "the scores have NaN") -> None:
+    """Refuse scores by which a choice would be arbitrary (`UserError`). what: the start of the message.
+
+    The largest score is read on the host: compression is timed, so the host waits for it anyway.
+    """
+    if scores.numel() and math.isnan(scores.amax().item()):
+        raise UserError(f"{what}, so that no choice follows from it. Correct the score; infinities are allowed.")
+
+
 def top_entries(scores: Tensor, entries: int) -> Tensor:
     """Ascending indices of the best entries of every head; of equal scores the first. [B, H_kv, entries]"""
+    refuse_nan(scores)
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :entries].sort(dim=-1).values
 
 
@@ -153,6 +171,7 @@ def mark_best(scores: Sequence[Tensor], entries: int) -> tuple[Tensor, ...]:
 
 def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
     """Mark each head's best entries. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
+    refuse_nan(scores)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, places)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.check import check
 from kvbench.engine.session import Session
+from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
@@ -18,7 +20,7 @@ from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.tova import TOVA
-from kvbench.selection import group_mean, pool_scores, protect_last, top_entries
+from kvbench.selection import best_by_head, group_mean, mark_best, pool_scores, protect_last, top_entries
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,50 @@ def test_top_entries_are_the_best_and_of_equal_ones_the_first(scores, data):
     count = data.draw(st.integers(0, len(scores)))
     wanted = sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:count])
     assert top_entries(torch.tensor(scores, dtype=torch.float32)[None, None], count)[0, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("choose", [
+    lambda x: top_entries(x, 2), lambda x: mark_best([torch.zeros_like(x), x], 2),
+    lambda x: best_by_head(x, torch.tensor([[2]])),
+], ids=["top_entries", "mark_best", "best_by_head"])
+def test_no_choice_is_made_by_nan(choose):
+    """Nor with infinities near it; infinities alone are allowed."""
+    scores = torch.tensor([[[-torch.inf, 1.0, torch.inf, 0.0, 2.0]]])
+    choose(scores)
+    scores[..., 3] = torch.nan
+    with pytest.raises(UserError, match="the scores have NaN, so that no choice follows from it"):
+        choose(scores)
+
+
+def score_nan(self, kv, step, *_):
+    """NaN for one entry of the second layer."""
+    scores = kv.keys.float().norm(dim=-1)
+    scores[..., -1] = torch.nan if step.layer == 1 else 0.0
+    return scores
+
+
+@pytest.mark.parametrize("base", [Knorm, TOVA])
+def test_a_method_with_a_nan_score_is_refused_with_its_layer(base, monkeypatch):
+    """In a session, and by `kvbench check`."""
+    monkeypatch.setattr(base, "score", score_nan)
+    method, model = base(), tiny_model()
+    message = f"score of {base.card.name} has NaN in layer 1"
+    with (
+        Session(model, method.fit(Budget("rows", 20), model.shape(60)), capacity=80) as session,
+        pytest.raises(UserError, match=message),
+    ):
+        session.prefill(list(range(60)))
+    assert any(message in x.detail for x in check(base) if not x.passed)
+
+
+def test_a_score_that_becomes_nan_in_a_decode_step_is_refused(monkeypatch):
+    """By a rolling method, which scores at every step."""
+    model = tiny_model()
+    with Session(model, TOVA().fit(Budget("rows", 20), model.shape(60)), capacity=80) as session:
+        session.prefill(list(range(60)))
+        monkeypatch.setattr(TOVA, "score", score_nan)
+        with pytest.raises(UserError, match="score of tova has NaN in layer 1"):
+            session.forward(torch.tensor([[1]]), Moment.DECODE)
 
 
 @given(rows=st.integers(0, 9), length=st.integers(1, 6))
