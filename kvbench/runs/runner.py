@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,26 +143,35 @@ def _run_missing(
     missing = set(range(job.spec.samples)) - journal.finished
     machine = find_machine(job.model.device.type)
     compares = job.spec.model.dtype != "float32"
+    failures: Counter[str] = Counter()
     if progress is not None:
         progress.advance(len(journal.finished))
-    for group in group_samples(make_examples(job, missing), job, shared):
-        yield group[0][0]
-        with using(job.spec.kernels) as ran:
-            if job.spec.batch > 1:
-                done = run_batch(job, group, shared, compare=compares)
-                compares = False
-            else:
-                done = [run_one(job, group[0], shared)]
-        for (index, _, _), (lines, failure) in zip(group, done, strict=True):
-            if failure is not None:
-                _log_failure(job.folder, index, failure)
-            journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
-        if progress is not None:
-            progress.advance(len(journal.finished))
+    try:
+        for group in group_samples(make_examples(job, missing), job, shared):
+            yield group[0][0]
+            with using(job.spec.kernels) as ran:
+                if job.spec.batch > 1:
+                    done = run_batch(job, group, shared, compare=compares)
+                    compares = False
+                else:
+                    done = [run_one(job, group[0], shared)]
+            for (index, _, _), (lines, failure) in zip(group, done, strict=True):
+                if failure is not None:
+                    _log_failure(job.folder, index, failure, failures)
+                journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
+            if progress is not None:
+                progress.advance(len(journal.finished))
+    finally:
+        for error, count in failures.items():
+            if count > 1:
+                say(f"{count - 1} more samples failed alike: {error}")
 
 
-def _log_failure(folder: Path, index: int, failure: SampleFailedError) -> None:
-    path = folder / "errors.log"
-    say(f"sample {index} failed: {failure} (traceback in {path})")
+def _log_failure(folder: Path, index: int, failure: SampleFailedError, failures: Counter[str]) -> None:
+    """Write the traceback to the log, and say the failure the first time. failures: how often each happened."""
+    path, error = folder / "errors.log", str(failure)
+    failures[error] += 1
+    if failures[error] == 1:
+        say(f"sample {index} failed: {error} (traceback in {path})")
     with saving(path), path.open("a", encoding="utf-8") as file:
         file.write(f"sample {index}\n{''.join(traceback.format_exception(failure.__cause__))}\n")

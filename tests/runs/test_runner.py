@@ -245,6 +245,9 @@ def test_every_sample_failing_is_a_result_too(kvbench, arguments, monkeypatch):
     assert answer.json["n_failed"] == 4
     assert answer.json["memory"] is None
     assert "none: every sample failed" in answer.out
+    assert answer.err.count("sample 0 failed: TypeError: ") == 1
+    assert answer.err.count("3 more samples failed alike: TypeError: ") == 1
+    assert answer.err.count("TypeError") == 2
 
 
 def test_random_weights_have_no_score(kvbench, arguments, model_folder, tmp_path):
