@@ -6,9 +6,12 @@ are not permuted, and settings that are not an identity are not compared with th
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +98,14 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
         except AssertionError as failure:
             detail, passed = str(failure) or "failed", False
         except (UserError, Exception) as error:  # noqa: BLE001  # a user's method may raise anything
-            detail, passed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
+            text = str(error).splitlines()[0] if str(error) else ""
+            detail, passed = f"{type(error).__name__}: {text}{_find_place(kind, error)}", False
         outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))
     return outcomes
+
+
+def _find_place(kind: type[Method], error: Exception) -> str:
+    """The file and line of the method's own code that raised, or from which kvbench was called; empty: neither."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path]
+    return f" ({Path(path).name}, line {lines[-1]})" if path is not None and lines else ""
