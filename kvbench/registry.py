@@ -23,10 +23,13 @@ from pathlib import Path
 from types import CodeType
 from typing import Literal, cast
 
+from pydantic import ValidationError
+
 from kvbench.custom.task import read_task
 from kvbench.errors import UserError, suggest_file, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task
+from kvbench.toml import explain_all
 
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
@@ -67,7 +70,7 @@ class Entry:
         """
         try:
             found = getattr(importlib.import_module(self.module), self.class_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _broken(f"{self.kind} '{self.name}'", self.path, error) from error
         if not _defines(found, self.kind):
             raise UserError(f"{self.kind} '{self.name}' ({self.module}:{self.class_name}) is not a {self.kind} class.")
@@ -229,7 +232,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _broken(f"{kind} file '{path}'", path, error) from error
     found = {
@@ -244,10 +247,20 @@ def _load_file(text: str, *kinds: Kind) -> type:
         names = ", ".join(sorted(found))
         several = " and ".join(f"{x}s" for x in kinds)
         raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
-    return cast("type", found[class_name] if class_name else next(iter(found.values())))
+    chosen = found[class_name] if class_name else next(iter(found.values()))
+    if issubclass(chosen, Method):
+        _refuse_taken_name(chosen.card.name, path)
+    return cast("type", chosen)
 
 
-def _broken(what: str, path: Path | None, error: Exception) -> UserError:
+def _refuse_taken_name(name: str, path: Path) -> None:
+    """Refuse a file's method whose results would be taken for those of another one, or of a composition."""
+    owners = [x for part in name.split("+") for x in list_entries("method", part) if x.name == part]
+    if len(owners) > name.count("+") and all(x.path is None or x.path.resolve() != path.resolve() for x in owners):
+        raise UserError(f"{path} names its method '{name}', which is a method of kvbench. Give it another name.")
+
+
+def _broken(what: str, path: Path | None, error: Exception | SystemExit) -> UserError:
     """The error for a failed import, with the line of the user's file."""
     if isinstance(error, SyntaxError):
         line = error.lineno
@@ -255,8 +268,10 @@ def _broken(what: str, path: Path | None, error: Exception) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((x.lineno for x in reversed(frames) if path is not None and Path(x.filename) == path), None)
     where = f" (line {line})" if line is not None else ""
-    detail = (str(error).strip() or "no message").splitlines()[0]
-    return UserError(f"{what} cannot be imported{where}: {type(error).__name__}: {detail}. Correct the file.")
+    detail = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    if isinstance(error, ValidationError):  # of a card
+        detail = f"{error.title}: {'; '.join(explain_all(error))}"
+    return UserError(f"{what} cannot be imported{where}: {detail}. Correct the file.")
 
 
 def _defines(found: object, kind: Kind) -> bool:

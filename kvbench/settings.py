@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -40,7 +41,7 @@ def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) ->
     """An instance with these settings, the rest at their defaults.
 
     Raises:
-        UserError: unknown setting, or a value of the wrong type or range.
+        UserError: unknown setting, a value of the wrong type or range, or no value where there is no default.
     """
     allowed = setting_fields(cls)
     values: dict[str, Any] = {}
@@ -54,6 +55,9 @@ def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) ->
             raise violation(name, cls, key, text) from None
         if isinstance(values[key], int):
             check_number(f"{name}: {key}", values[key], -MOST)
+    for key, setting in allowed.items():
+        if key not in values and setting.default is MISSING and setting.default_factory is MISSING:
+            raise UserError(f"{name}: setting '{key}' has no default. Give it one.")
     try:
         return cls(**values)
     except (ValueError, TypeError) as error:

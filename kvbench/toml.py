@@ -6,11 +6,14 @@ import reprlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvbench.errors import UserError, suggest_file, unknown
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 T = TypeVar("T", bound=BaseModel)
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -48,11 +51,19 @@ def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[
 
 def explain(error: ValidationError) -> str:
     """The first validation error as text: place, value, rule."""
-    first = error.errors()[0]
-    place = ".".join(str(x) for x in first["loc"])
-    if first["type"] == "missing":
+    return explain_all(error)[0]
+
+
+def explain_all(error: ValidationError) -> list[str]:
+    """Every validation error as text."""
+    return [_explain_one(x) for x in error.errors()]
+
+
+def _explain_one(found: ErrorDetails) -> str:
+    place = ".".join(str(x) for x in found["loc"])
+    if found["type"] == "missing":
         return f"{place} is missing"
-    if first["type"] == "extra_forbidden":
+    if found["type"] == "extra_forbidden":
         return f"{place} is an unknown key"
-    message = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return f"{place} = {reprlib.repr(first['input'])} {message[0].lower()}{message[1:]}" if place else message
+    message = found["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return f"{place} = {reprlib.repr(found['input'])} {message[0].lower()}{message[1:]}" if place else message

@@ -26,7 +26,9 @@ from kvbench.task import Task
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-TOYS = Path(__file__).parent / "toys" / "toy.py"
+ROOT = Path(__file__).parents[1]
+TOYS = ROOT / "tests" / "toys" / "toy.py"
+MINE = (ROOT / "examples" / "my_method.py").read_text(encoding="utf-8")
 
 
 def defined(package, base, mark):
@@ -93,6 +95,12 @@ def test_an_unknown_name_is_refused(name, message):
         ("x = 1\n\nx = 1 / 0\n", r"cannot be imported \(line 3\): ZeroDivisionError: division by zero"),
         ("x = 1\nx = = 2\n", r"cannot be imported \(line 2\): SyntaxError"),
         ("import nothing_of_this_name\n", r"cannot be imported \(line 1\): ModuleNotFoundError"),
+        ("x = 1\nraise SystemExit(3)\n", r"cannot be imported \(line 2\): SystemExit: 3\. Correct the file\."),
+        (MINE.replace('name="my-method", title="Small keys", arxiv="2406.11430", ', "").replace('"independent"', "8"),
+         r"\(line 21\): Card: name is missing; title is missing; arxiv is missing; heads = 8 should be 'indep"),
+        (MINE.replace('"my-method"', '"snapkv"'),
+         r"mine\.py names its method 'snapkv', which is a method of kvbench\. Give it another name\."),
+        (MINE.replace('"my-method"', '"snapkv+adakv"'), "names its method 'snapkv\\+adakv', which is a"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
@@ -101,6 +109,11 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         find_method(str(path))
+
+
+def test_kvbenchs_own_file_keeps_its_name():
+    """Given by its path, too."""
+    assert find_method(f"{ROOT / 'methods/eviction/snapkv.py'}:SnapKV").card.name == "snapkv"
 
 
 def test_the_class_may_be_left_out_where_there_is_one():
@@ -217,3 +230,13 @@ def test_a_wrong_setting_is_refused(given, message):
     """Unknown, of the wrong type, out of range, or twice."""
     with pytest.raises(UserError, match=message):
         configure(Settings, parse_pairs(given, "--set"), "--set", "x")
+
+
+def test_a_setting_without_a_default_is_named(tmp_path):
+    """The author is told, not shown the constructor's complaint; a value given makes up for it."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE.replace("window: int = 32", "window: int"))
+    found = find_method(str(path))
+    with pytest.raises(UserError, match=r"mine\.py: setting 'window' has no default\. Give it one\."):
+        configure(found, {}, "--set", str(path))
+    assert configure(found, {"window": "8"}, "--set", str(path)).settings == {"window": 8}

@@ -30,6 +30,7 @@ from kvbench.methods.eviction.knorm import Knorm
 
 @dataclass(frozen=True)
 class Bound(Knorm):
+    card = Knorm.card.model_copy(update={"name": "bound"})
     file: str = ""
     found: str | None = resolved(by_bind=True)
 
