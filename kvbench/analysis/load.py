@@ -61,7 +61,7 @@ def find_run(text: str, out: Path = RUNS) -> Path:
 
 
 def find_runs(texts: Sequence[str], out: Path = RUNS) -> list[Path]:
-    """Folders of finished runs, without duplicates.
+    """Folders of finished runs, without duplicates. Runs of a folder whose result cannot be read are left out.
 
     Args:
         texts: each the path or id of a run, the folder of a suite, or a folder with runs at any depth.
@@ -83,11 +83,21 @@ def _expand(text: str, out: Path) -> list[Path]:
         return [find_run(text, out)]
     every = sorted(x.parent for x in folder.rglob("spec.json"))
     finished = [x for x in every if (x / "result.json").is_file()]
-    if not finished:
-        raise UserError(f"there is no finished run in '{text}'. Give the folder of a run, or a folder with runs.")
     if len(finished) < len(every):
         say(f"{text}: skipped {len(every) - len(finished)} unfinished runs.")
-    return finished
+    found, errors = [], []
+    for x in finished:
+        try:
+            read_file(x / "result.json", Result)
+        except UserError as error:
+            errors.append(error)
+        else:
+            found.append(x)
+    if errors:
+        say(f"warning: {text}: skipped {len(errors)} unreadable run{'s, first' if errors[1:] else ''}: {errors[0]}")
+    if not found:
+        raise UserError(f"there is no finished run in '{text}'. Give the folder of a run, or a folder with runs.")
+    return found
 
 
 def load_run(folder: Path) -> FinishedRun:

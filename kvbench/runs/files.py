@@ -29,6 +29,7 @@ MOST_UNPACKED = 1 << 30
 """Most bytes that are unpacked from a compressed journal, which may be hostile."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 HINT = "Give the folder of a run, as `kvbench run` prints it."
+RENEW = "Delete result.json and run the command again; no sample is lost."
 
 
 class SaveError(UserError):
@@ -155,7 +156,8 @@ def read_file(path: Path, kind: type[T]) -> T:
     try:
         return kind.model_validate(_migrate(json.loads(text), path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a valid {kind.__name__.lower()} file: {_reason(error)}.") from error
+        hint = f" {RENEW}" if path.name == "result.json" else ""
+        raise UserError(f"{path} is not a valid {kind.__name__.lower()} file: {_reason(error)}.{hint}") from error
 
 
 def _migrate(data: Any, path: Path) -> Any:

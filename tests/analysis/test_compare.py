@@ -350,19 +350,42 @@ def test_the_full_cache_run_on_the_same_questions_is_found(result, tmp_path):
 # Finding runs
 
 
-def test_runs_are_found_by_folder_id_and_suite(tmp_path):
+def test_runs_are_found_by_folder_id_and_suite(result, tmp_path):
     """Each once; unfinished runs in a folder are skipped."""
     for name in ("a", "b", "c"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "spec.json").touch()
         if name != "c":
-            (tmp_path / "runs" / name / "result.json").touch()
+            write_record(tmp_path / "runs" / name / "result.json", result)
     suite = tmp_path / "runs" / "suites" / "s-x-0"
     suite.mkdir(parents=True)
     (suite / "suite.json").write_text(json.dumps({"schema_version": 1, "name": "s", "version": "1", "runs": ["b"]}))
     runs = tmp_path / "runs"
     assert find_runs([str(runs)]) == [runs / "a", runs / "b"]
     assert find_runs([str(suite), "a", str(runs / "b"), str(tmp_path)], runs) == [runs / "b", runs / "a"]
+
+
+def test_a_damaged_result_does_not_hide_the_others(result, tmp_path, capsys):
+    """The runs of a folder whose results are cut off are left out, with one line; one given by name is refused."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.json").touch()
+        write_record(tmp_path / name / "result.json", result)
+    whole = (tmp_path / "a" / "result.json").read_text()
+    (tmp_path / "b" / "result.json").write_text(whole[:100])
+    renew = "Delete result.json and run the command again; no sample is lost.\n"
+    assert find_runs([str(tmp_path)]) == [tmp_path / "a", tmp_path / "c"]
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {tmp_path}: skipped 1 unreadable run: {tmp_path / 'b'}/result.json is not a")
+    assert said.endswith(renew) and said.count("\n") == 1
+    (tmp_path / "a" / "result.json").write_text("")
+    assert find_runs([str(tmp_path)]) == [tmp_path / "c"]
+    assert f"skipped 2 unreadable runs, first: {tmp_path / 'a'}/result.json" in capsys.readouterr().err
+    (tmp_path / "c" / "result.json").write_text("")
+    with pytest.raises(UserError, match="there is no finished run in"):
+        find_runs([str(tmp_path)])
+    with pytest.raises(UserError, match=renew.strip()):
+        read_file(tmp_path / "b" / "result.json", Result)
 
 
 def test_stop_reasons_are_shown(result):
