@@ -26,17 +26,25 @@ WORDS = re.compile(r"\[\S+, \S+\]|\S+")
 """Words, and intervals as one word each."""
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, blocks: bool = False) -> None:
     """Print a table on standard output; cells are folded, never truncated, and names stay on one line.
 
     A word is folded only where the longest words of the columns do not fit side by side, even without spaces around
     them: in a terminal, not in a file or a pipe, so that a run id or a path can be copied from there.
+
+    blocks: in place of a table whose words do not fit, print a line per cell, and an empty line after each row.
     """
     cells = [[_printable(x) for x in row] for row in rows]
     console = Console(markup=False, highlight=False)
     words = [max(map(cell_len, _words(x)), default=0) for x in zip(columns, *cells, strict=True)]
     spaced, tight = (sum(words) + (1 + 2 * x) * len(columns) + 1 for x in (1, 0))
     width = console.width if console.is_terminal else WIDTH if tight <= WIDTH else WIDEST
+    if blocks and tight > width:
+        for row in cells:
+            console.print(*(f"{name}: {x}" for name, x in zip(columns, row, strict=True)), "", sep="\n", soft_wrap=True)
+        if not cells:
+            console.print("no rows")
+        return
     padding = 0 if tight <= width < spaced else 1
     widths = _share_out(columns, cells, words, width - (1 + 2 * padding) * len(columns) - 1)
     console = Console(markup=False, highlight=False, width=width)

@@ -31,7 +31,7 @@ def query_command(
         if not folder.is_dir():
             raise UserError(f"folder '{folder}' does not exist. Give a folder of runs with --results.")
     found = query_runs(sql, folders)
-    print_table("", found.columns, [[_show(x) for x in row] for row in found.rows])
+    print_table("", found.columns, [[_show(x) for x in row] for row in found.rows], blocks=True)
     if as_json:
         print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows])
 

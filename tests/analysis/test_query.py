@@ -174,6 +174,19 @@ def test_control_characters_are_not_printed(kvbench, changed):
     assert "\x1b" not in answer.out
 
 
+def test_columns_that_do_not_fit_are_printed_one_per_line(kvbench, folders):
+    """A block per row, with every value, and an empty line after it."""
+    given = [x for folder in folders for x in ("--results", folder)]
+    found = query_runs("SELECT * FROM results", folders)
+    blocks = kvbench("query", "SELECT * FROM results", *given).out.removesuffix("\n\n").split("\n\n")
+    assert len(blocks) == len(found.rows) == 3
+    for block, row in zip(blocks, found.rows, strict=True):
+        lines = block.splitlines()
+        assert tuple(x.partition(": ")[0] for x in lines) == found.columns
+        assert f"run_id: {row[found.columns.index('run_id')]}" in lines
+    assert kvbench("query", "SELECT * FROM results WHERE samples < 0", *given).out == "no rows\n"
+
+
 def test_numbers_too_large_for_a_table_are_refused(changed):
     """JSON has integers of any size."""
     result = json.loads((changed / "result.json").read_text())
