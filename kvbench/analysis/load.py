@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvbench.registry import list_models
 from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result, SuiteRecord
+from kvbench.runs.spec import shorten
 from kvbench.runs.stats import INTERVAL, find_interval
 
 RUNS = Path("runs")
@@ -58,6 +60,11 @@ def find_run(text: str, out: Path = RUNS) -> Path:
         raise UserError(f"'{text}' is a model, not a run. Give the folder of a run, or the id of a run in {out}/.")
     known = [x.parent.name for x in out.glob("*/spec.json")]
     raise unknown("run", text, known[-20:], f"Give the folder of a run, or the id of a run in {out}/.")
+
+
+def refer_to(folder: Path) -> str:
+    """A run for a command line: the hash at the end of its id, or its folder where commands do not look for ids."""
+    return shorten(folder.name) if folder.parent.resolve() == RUNS.resolve() else shlex.quote(str(folder))
 
 
 def find_runs(texts: Sequence[str], out: Path = RUNS) -> list[Path]:

@@ -39,7 +39,7 @@ def compare_command(
     )
     from kvbench.analysis.doubts import list_doubts
     from kvbench.analysis.formatting import print_table
-    from kvbench.analysis.load import find_run, load_run
+    from kvbench.analysis.load import find_run, load_run, refer_to
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.recovery import find_recoveries
     from kvbench.analysis.shares import fill_full_reads
@@ -81,7 +81,10 @@ def compare_command(
         print_table(RECOVERED, *recovery_cells(recoveries, results, labels))
     regressions = find_regressions(loaded)
     if regressions:
-        print_regressions(regressions, {x.run_id: label for x, label in zip(results, labels, strict=True)})
+        print_regressions(
+            regressions, {x.run_id: label for x, label in zip(results, labels, strict=True)},
+            {x.result.run_id: refer_to(x.folder) for x in loaded},
+        )
     if as_json:
         shown = {"run_id", "status", "method", "score", "output", "memory", "latency"}
         print_json({

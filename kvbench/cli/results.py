@@ -13,6 +13,7 @@ from kvbench.analysis.formatting import (
     format_share,
     print_table,
 )
+from kvbench.analysis.load import refer_to
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import (
     conversation_share,
@@ -22,7 +23,6 @@ from kvbench.analysis.shares import (
     stored_share,
 )
 from kvbench.report.group import VISIBILITIES
-from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
     from kvbench.runs.results import DiffusionResult, EffectResult, Latency, Result
@@ -67,7 +67,7 @@ def print_result(result: Result, folder: Path) -> None:
     rows += [*_lossless(result), *_reuse(result)]
     rows += _effect(result)
     rows.append(("run", str(folder)))
-    rows += [("WARNING", f"{x} See kvbench answers {shorten(result.run_id)}.") for x in list_doubts(result)]
+    rows += [("WARNING", f"{x} See kvbench answers {refer_to(folder)}.") for x in list_doubts(result)]
     if result.error:
         rows.append(("FAILED", result.error))
     print_table("", ("", result.status), rows)

@@ -12,7 +12,6 @@ from kvbench.analysis.doubts import find_strict
 from kvbench.analysis.formatting import format_bytes, format_difference, format_seconds, format_share, print_table
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
-from kvbench.runs.spec import shorten
 
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference, Regressions
@@ -121,10 +120,10 @@ def _dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -> None:
+def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str], names: Mapping[str, str]) -> None:
     """Print how many answers of each run score lower than the full cache's, and the worst of them.
 
-    labels: by run id.
+    labels, names: by run id; a command line takes the latter.
     """
     rows = []
     if not any(x.count for x in found):
@@ -133,6 +132,6 @@ def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str]) -
     for run in found:
         worst = [f"{x.sample}, question {x.turn + 1}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
         if run.count > LISTED:
-            worst.append(f"{run.count - LISTED} more: kvbench answers {shorten(run.full)} {shorten(run.run_id)}")
+            worst.append(f"{run.count - LISTED} more: kvbench answers {names[run.full]} {names[run.run_id]}")
         rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])
     print_table("answers that score lower than the full cache's", ("method", "worse", "largest losses"), rows)

@@ -128,11 +128,11 @@ def test_the_largest_losses_are_shown_and_the_rest_counted(capsys):
     """In the table, with the command that shows them; the record has all."""
     scores = {(i, 0): 1.0 for i in range(25)}
     found = find_regressions([run("full", scores, full=True), run("a", dict.fromkeys(scores, 0.0))])
-    print_regressions(found, {"a": "snapkv 25%"})
+    print_regressions(found, {"a": "snapkv 25%"}, {"full": "full", "a": "elsewhere/a"})
     shown = capsys.readouterr().out
     assert "25 of 25" in shown
     assert shown.count("1.000 -> 0.000") == LISTED
-    assert f"{25 - LISTED} more: kvbench answers full a" in shown
+    assert f"{25 - LISTED} more: kvbench answers full elsewhere/a" in shown
     assert len(found[0].samples) == 25
 
 

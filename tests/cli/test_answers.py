@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.load import refer_to
 from kvbench.runs.files import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,16 @@ def test_show_describes_a_run(kvbench, two, tmp_path):
     answer = kvbench("show", part, "--json")
     assert (answer.json["kind"], answer.json["samples"]) == ("run", 3)
     assert "3 of 4" in answer.out
+
+
+def test_a_printed_command_finds_the_run(kvbench, two, monkeypatch):
+    """By its hash in runs/, and by its folder elsewhere."""
+    monkeypatch.chdir(two[0].parents[1])
+    assert refer_to(Path("runs") / two[0].name) == two[0].name.rpartition("-")[2]
+    assert refer_to(two[0]) == two[0].name.rpartition("-")[2]
+    monkeypatch.chdir(two[0])
+    assert refer_to(two[0]) == str(two[0])
+    assert refer_to(Path("a b") / two[0].name) == f"'a b/{two[0].name}'"
 
 
 def test_a_run_is_not_a_model(kvbench, two):
