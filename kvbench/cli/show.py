@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvbench.task import Task
 
 WHAT = ("methods", "tasks", "models", "suites")
+RUN = re.compile(r"(?:^|[^-]-[^/]+-)[0-9a-f]{12}/?$")
+"""Ids of runs, which end with a hash, and such hashes."""
 
 
 def list_command(
@@ -55,9 +58,10 @@ def show_command(
 ) -> None:
     """Show a run, the card and settings of a method, task or model, or the runs of a suite."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.analysis.load import locate_run
+    from kvbench.analysis.load import find_run, locate_run
 
-    if (folder := locate_run(name, out)) is not None:
+    missing_run = RUN.search(name) and not Path(name).exists()  # or the hash of a run in `out`
+    if (folder := (find_run if missing_run else locate_run)(name, out)) is not None:
         _show_run(folder, as_json=as_json)
         return
     document = _describe(name)

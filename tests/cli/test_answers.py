@@ -122,6 +122,15 @@ def test_a_printed_command_finds_the_run(kvbench, two, monkeypatch):
     assert refer_to(Path("a b") / two[0].name) == f"'a b/{two[0].name}'"
 
 
+@pytest.mark.parametrize("name", ["ir/kvzip-niah_multikey_1-08c9508d351a", "kvzip-niah-08c9508d351a", "08c9508d351a"])
+def test_a_missing_run_is_not_a_model(kvbench, tmp_path, name):
+    """Nor a method: `show` refuses its name as `answers` does, without a look at the Hugging Face Hub."""
+    shown, answers = (kvbench(x, name, "--out", tmp_path) for x in ("show", "answers"))
+    assert (shown.code, shown.err) == (answers.code, answers.err) == (2, (
+        f"kvbench: unknown run '{name}'. Give the folder of a run, or the id of a run in {tmp_path}/.\n"
+    ))
+
+
 def test_a_run_is_not_a_model(kvbench, two):
     """And the message names the command that describes it."""
     answer = kvbench("run", "--method", "full", "--task", "niah", "--model", two[0])
