@@ -65,9 +65,9 @@ def check_number(name: str, value: float, least: float = 1, most: float = MOST) 
 
 
 def suggest_file(path: Path) -> str:
-    """A sentence that names the existing file with the most similar name, with a leading space; or nothing."""
+    """A sentence that names the existing file with the most similar other name, with a leading space; or nothing."""
     try:
-        others = [x.name for x in path.expanduser().parent.iterdir() if x.is_file()]
+        others = [x.name for x in path.expanduser().parent.iterdir() if x.is_file() and x.name != path.name]
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)

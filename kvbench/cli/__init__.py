@@ -140,6 +140,9 @@ def _explain(error: Exception) -> str:
     if context is None:
         return str(error)
     message = " ".join(error.format_message().split())  # type: ignore[attr-defined]  # every click error has it
+    found: Any = getattr(error.__cause__, "errors", list)()
+    if found:  # pydantic's, of newer versions of typer: without the value
+        message = message.replace("Invalid value", f"Invalid value '{found[0]['input']}'", 1)
     if message.startswith("No such command"):
         return str(unknown("command", message.split("'")[1], context.command.list_commands(context)))
     if message.startswith("No such option"):

@@ -28,9 +28,12 @@ LAYERS = 4
 def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, as_json: bool) -> int:
     """Run and test findings; with `all`, write the record of all findings."""
     from kvbench.cli.sweep import run_cells, show_prediction
+    from kvbench.reproduce.findings import statements
     from kvbench.reproduce.shape import Finished, find_findings, make_record, read_shape
     from kvbench.sweep.cell import SweepCell
 
+    if name != "all" and name in {x.name for x in statements.find_findings("all")}:
+        raise UserError(f"{name} is a finding on texts: add --model MODEL.")
     shape = read_shape()
     findings = find_findings(shape, name)
     requests = {

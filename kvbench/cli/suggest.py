@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,9 +92,14 @@ def _read_question(
     if len(given) != 1:
         raise UserError("give one limit: --memory 25%, --read 25%, or for a diffusion model --computed 25%.")
     (name, text), = given
-    limit = Budget.parse(text)
-    if limit.kind != "fraction":
-        raise UserError(f"the limit '{text}' is not a share of the full cache. Give a percentage such as 25%.")
+    limit = None
+    with contextlib.suppress(UserError):  # its message allows tokens, too
+        limit = Budget.parse(text)
+    if limit is None or limit.kind != "fraction":
+        raise UserError(
+            f"the limit '{text}' is not a share of the full cache. Give a percentage above 0% and up to 100%, such as "
+            "25%."
+        )
     if mode not in set(Mode):
         raise unknown("mode", mode, [str(x) for x in Mode])
     if visibility is not None and visibility not in VISIBILITIES:

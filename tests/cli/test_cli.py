@@ -116,6 +116,8 @@ def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
         ("", "Missing command"),
         ("rum", "unknown command 'rum'. Did you mean 'run'?"),
         ("run --task niah", "Missing option '--method'"),
+        ("run --method full --task niah --samples ten", "'ten'"),
+        ("reproduce --shape attention-sinks --dry-run", "attention-sinks is a finding on texts: add --model MODEL."),
         ("list method", "unknown list 'method'. Did you mean 'methods'?"),
         ("show snapkw", "unknown name 'snapkw'. Did you mean 'snapkv'?"),
         ("check snapkw", "unknown method or task 'snapkw'. Did you mean 'snapkv'?"),
@@ -426,6 +428,15 @@ def test_a_similar_file_is_suggested(kvbench, tmp_path, monkeypatch, line, close
     assert f"Did you mean '{close}'?" in answer.err
     assert f"'{line.split()[-1]}'" in answer.err
     assert "Allowed" not in answer.err
+
+
+def test_a_file_is_not_suggested_in_its_own_place(kvbench, tmp_path, monkeypatch):
+    """It exists, but is not what was asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("")
+    answer = kvbench("run", "--method", "README.md", "--task", "niah")
+    assert answer.code == 2
+    assert "unknown method 'README.md'. See `kvbench list methods`" in answer.err
 
 
 def test_an_empty_list_of_names_is_not_printed(kvbench, tmp_path):

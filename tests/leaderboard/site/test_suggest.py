@@ -245,8 +245,8 @@ def test_the_command_prints_the_evidence(full, kvbench):
         ({"--mode": "single"}, "unknown mode 'single'. Allowed: multi-turn. No other mode has a run here"),
         ({"--task": "vt"}, "unknown task 'vt'. Allowed: niah_multikey_1. No other task has a run here"),
         ({"--visibility": "hidden"}, "unknown visibility 'hidden'. Allowed: first-turn. No other visibility has a run"),
-        ({"--memory": "1024"}, "the limit '1024' is not a share of the full cache. Give a percentage such as 25%."),
-        ({"--memory": "lots"}, "budget 'lots' is not a number."),
+        *(({"--memory": x}, f"the limit '{x}' is not a share of the full cache. Give a percentage above 0% and up")
+          for x in ("1024", "lots", "0%", "101%")),
         ({"--read": "25%"}, "give one limit: --memory 25%, --read 25%, or for a diffusion model --computed 25%."),
     ],
 )
