@@ -15,8 +15,8 @@ MOST_SAMPLES, MOST_TURNS, MOST_INSTANCES = 1_000_000, 10_000, 10_000
 MOST_SEED = 2**32 - 1
 """The seeds that every random generator in use takes."""
 
-MOST_LISTED = 40
-"""Names that fit an error message."""
+MOST_LISTED, FEW = 40, 5
+"""Names that fit an error message, and those that it shows of more."""
 
 
 class UserError(Exception):
@@ -35,10 +35,10 @@ class FileTierError(UserError):
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
-    """The error for an unknown name, with the nearest allowed name and the list of all.
+    """The error for an unknown name, with the nearest allowed name and the list of all, or a few.
 
-    For a name that looks like a file name, it suggests a file of the same folder instead. More than `MOST_LISTED` names
-    are left out where the hint names the command that lists them.
+    For a name that looks like a file name, it suggests a file of the same folder instead. Of more than `MOST_LISTED`
+    names a few are listed, or none where the hint is to `kvbench list`; the hint says how to list all.
     """
     names = sorted(allowed)
     message = f"unknown {kind} '{name}'."
@@ -47,8 +47,11 @@ def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> Use
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         message += f" Did you mean '{close[0]}'?"
-    if names and (len(names) <= MOST_LISTED or "kvbench list" not in hint):
+    if 0 < len(names) <= MOST_LISTED:
         message += f" Allowed: {', '.join(names)}."
+    elif names and "kvbench list" not in hint:
+        few = difflib.get_close_matches(name, names, n=FEW, cutoff=0.3) or names[:FEW]
+        message += f" Allowed are {len(names)}, such as {', '.join(few)}."
     return UserError(f"{message} {hint}".strip())
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 
 import kvbench.methods
 import kvbench.tasks
-from kvbench.errors import UserError
+from kvbench.errors import FEW, UserError
 from kvbench.method import Method, resolved
 from kvbench.registry import _find_registered, find_either, find_method, find_scorer, find_task, list_entries, list_ops
 from kvbench.settings import configure, jsonable_settings, parse_pairs
@@ -140,8 +140,9 @@ def test_scorers_are_found_with_their_tasks(monkeypatch):
     scorer, task = find_scorer("ruler-string-match-all@1")
     assert scorer.id == "ruler-string-match-all@1"
     assert scorer in task.scorers
-    with pytest.raises(UserError, match=r"unknown scorer 'ruler'\. .*Allowed: .*own@1"):
-        find_scorer("ruler", ["own@1"])
+    with pytest.raises(UserError, match=r"unknown scorer 'own@2'\. Did you mean 'own@1'\? .*lists those of a task") as caught:
+        find_scorer("own@2", ["own@1"])
+    assert len(str(caught.value).partition("such as ")[2].partition(". ")[0].split(", ")) <= FEW
 
 
 def test_other_packages_are_found_by_their_entry_points(monkeypatch):
