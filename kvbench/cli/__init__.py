@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -39,6 +40,7 @@ from kvbench.log import say
 # Newer versions of typer contain their own click; its base exception is reached through a class that typer exports.
 CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
 INTERRUPTED = 130
+AGAIN = "Run the same command to continue: saved samples are kept."
 
 app = typer.Typer(
     name="kvbench", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -99,7 +101,16 @@ def main() -> None:
     # On a busy CPU, OpenMP threads that spin while waiting cost up to thirty times the work itself. OpenMP reads this
     # variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.argv[1:2] in (["run"], ["sweep"], ["reproduce"]):
+        signal.signal(signal.SIGTERM, _terminate)
     sys.exit(call(sys.argv[1:]))
+
+
+def _terminate(*_: object) -> None:
+    """End by SIGTERM, as without this handler, but say that nothing is lost."""
+    os.write(2, f"\nkvbench: terminated. {AGAIN}\n".encode())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def call(arguments: Sequence[str]) -> int:
@@ -120,7 +131,7 @@ def call(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail, too
         return 1
     if code == INTERRUPTED:
-        return _stop("interrupted.", code)
+        return _stop(f"interrupted. {AGAIN}", code)
     return code if isinstance(code, int) else 0
 
 

@@ -115,7 +115,9 @@ def _run_suite(name: str, given: dict[str, Any], trackers: tuple[str, ...], out:
         path = save_suite(suite, results[0].method.name, [x.run_id for x in results], out)
         say(f"{suite.label}: {path}")
     else:
-        say(f"{suite.label}: {len(results)} of {whole} runs have a result, so suite.json was not written.")
+        part = f"this command selects {len(cells)} of {whole} runs of the suite"
+        part = part if len(cells) < whole else f"{len(results)} of {whole} runs have a result"
+        say(f"{suite.label}: {part}, so suite.json was not written.")
     refused = [x for x in trackers for result in results if not log_result(x, result)]
     if as_json:
         print_json({

@@ -106,7 +106,7 @@ def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -
         return {"pull_request": address}
     if token:
         answer = send_to_server(files, to, token)
-        typer.echo(f"accepted as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
+        typer.echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
         return answer
     place = put_in_folder(files, manifest, Path(to))
     typer.echo(f"written to {place}")

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from kvbench import __version__
 from kvbench.check import InvariantOutcome
+from kvbench.cli import AGAIN
 from kvbench.cli.probes import EXTRAS
 from kvbench.runs.files import read_lines
 from kvbench.runs.spec import Mode, RunSpec
@@ -367,7 +368,7 @@ def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch):
 
     monkeypatch.setattr("kvbench.registry.list_entries", interrupted)
     answer = kvbench("list", "methods")
-    assert (answer.code, answer.out, answer.err) == (130, "", "kvbench: interrupted.\n")
+    assert (answer.code, answer.out, answer.err) == (130, "", f"kvbench: interrupted. {AGAIN}\n")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder here that nobody can write into")

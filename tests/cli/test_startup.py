@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from kvbench.cli import AGAIN
 
 HEAVY = {"numpy", "scipy", "tokenizers", "torch", "transformers"}
 SCRIPT = "import sys; {}; print(*sys.modules, file=sys.stderr)"
@@ -57,6 +60,17 @@ def test_a_line_is_printed_before_torch_is_imported(tmp_path, line):
         text=True, check=False,
     )
     assert (done.returncode, done.stderr) == (7, "importing torch and transformers, which takes seconds ...\n")
+
+
+def test_a_terminated_run_says_how_it_continues(tmp_path):
+    """And ends by the signal; here the import of torch sends it."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "run", "--method", "snapkv", "--task", "niah"], text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}, capture_output=True,
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert done.stderr.endswith(f"\nkvbench: terminated. {AGAIN}\n")
 
 
 @pytest.mark.few

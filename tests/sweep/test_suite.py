@@ -244,7 +244,7 @@ def test_a_part_of_a_suite_writes_no_suite_file(kvbench, suite, options, tmp_pat
     """Its runs count for the suite; suite.json is written once all runs exist."""
     part = kvbench("run", "--suite", suite(), "--method", LAST, "--mode", "multi-turn", *options)
     assert part.code == 0
-    assert "2 of 4 runs have a result, so suite.json was not written" in part.err
+    assert "this command selects 2 of 4 runs of the suite, so suite.json was not written" in part.err
     assert not (tmp_path / "runs" / "suites").exists()
     whole = kvbench("run", "--suite", suite(), "--method", LAST, *options)
     assert [x["existing"] for x in whole.json["runs"]] == [True, True, False, False]
