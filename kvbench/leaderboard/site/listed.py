@@ -85,7 +85,7 @@ class Problem:
 
 
 def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
-    """Read all runs below a folder, and the folders that are not valid runs.
+    """Read all runs below a folder, and the folders that are not valid runs. Of copies, the most trusted is a run.
 
     Raises:
         UserError: there is no such folder.
@@ -98,12 +98,14 @@ def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
         place = folder.relative_to(results).as_posix().encode(errors="backslashreplace").decode()
         try:
             run = _read_run(folder, place)
-            if run.name in runs:
-                raise RefusedError("copies", f"the same run as {quote(runs[run.name].place)}")
-            runs[run.name] = run
+            worse, best = sorted((run, runs.get(run.name, run)), key=lambda x: x.priority)  # of equal ones, the first
+            runs[run.name] = best
+            if worse is not best:
+                problems.append(Problem(worse.place, f"the same run as {quote(best.place)}"))
         except RefusedError as error:
             problems.append(Problem(place, str(error)))
     filled = fill_full_reads([x.run for x in runs.values()])
+    problems.sort(key=lambda x: x.place)
     return [replace(x, run=run) for x, run in zip(runs.values(), filled, strict=True)], problems
 
 

@@ -18,6 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
+from kvbench.leaderboard.site.listed import read_listed
 from kvbench.leaderboard.submission.archive import MAX_BYTES
 from kvbench.leaderboard.submission.records import VERIFICATION, Check
 from kvbench.runs.results import TASKS
@@ -287,6 +288,20 @@ def test_invalid_folders_are_listed_and_others_built(results):
     text = Page(built.folder / "index.html").text
     for x in built.problems:
         assert x.reason in text
+
+
+@pytest.mark.parametrize("genuine", ["first", "second"])
+def test_a_verified_run_is_listed_in_place_of_its_copy(results, genuine):
+    """Whichever folder comes first by name; the copy, which states a later start, is listed with the reason."""
+    def forge(result, lines):
+        result["environment"]["started"] = "2099-01-01T00:00:00+00:00"
+
+    copy = {"first": "second", "second": "first"}[genuine]
+    results.add(genuine)
+    results.add(copy, verified=False, edit=forge)
+    runs, problems = read_listed(results.folder)
+    assert [x.place for x in runs] == [genuine]
+    assert [(x.place, x.reason) for x in problems] == [(copy, f"the same run as '{genuine}'")]
 
 
 def test_invalid_verification_files_exclude_the_run(results, monkeypatch):
