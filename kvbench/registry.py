@@ -163,7 +163,8 @@ def find_scorer(scorer_id: str, others: Iterable[str] = ()) -> tuple[Scorer, typ
         except UserError as error:
             broken.append(f"Not searched: {error}")
     if scorer_id not in known:
-        raise unknown("scorer", scorer_id, [*others, *known], " ".join(["`kvbench show TASK` lists those of a task.", *broken]))
+        hint = " ".join(["`kvbench show TASK` lists those of a task.", *broken])
+        raise unknown("scorer", scorer_id, [*others, *known], hint)
     return known[scorer_id]
 
 

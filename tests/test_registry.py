@@ -140,7 +140,8 @@ def test_scorers_are_found_with_their_tasks(monkeypatch):
     scorer, task = find_scorer("ruler-string-match-all@1")
     assert scorer.id == "ruler-string-match-all@1"
     assert scorer in task.scorers
-    with pytest.raises(UserError, match=r"unknown scorer 'own@2'\. Did you mean 'own@1'\? .*lists those of a task") as caught:
+    message = r"unknown scorer 'own@2'\. Did you mean 'own@1'\? .*lists those of a task"
+    with pytest.raises(UserError, match=message) as caught:
         find_scorer("own@2", ["own@1"])
     assert len(str(caught.value).partition("such as ")[2].partition(". ")[0].split(", ")) <= FEW
 
