@@ -21,7 +21,7 @@ class Run:
 def make(name, scores, reuse=None, *, full=False, hashes="same"):
     """A run with one question per context."""
     result = SimpleNamespace(
-        status="ok", run_id=name, reuse=reuse, budget=SimpleNamespace(kind="none"),
+        status="ok", run_id=name, reuse=reuse, lossless=None, budget=SimpleNamespace(kind="none"),
         effect=SimpleNamespace(n=0 if full else len(scores)), score=SimpleNamespace(higher_is_better=True),
     )
     lines = {(f"s{i}", 0): SimpleNamespace(score=x, prompt_hash=hashes, index=i) for i, x in enumerate(scores)}

@@ -68,6 +68,7 @@ def doubt(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, token
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None), effect=SimpleNamespace(n=0),
+        lossless=None, reuse=None,
     )))
 
 
