@@ -42,7 +42,7 @@ def acts_at_its_budget(method: Method) -> str:
         raise NotApplicableError(
             "it acts where a task names parts of the prompt" if method.reads_parts else "its card declares it lossless"
         )
-    if method.budget_kind is BudgetKind.BITS and method.identity(model.shape(LENGTH)):
+    if method.budget_kind is BudgetKind.BITS and proof.identity:
         raise NotApplicableError(f"its settings encode none of {LENGTH} entries: try smaller blocks with --set")
     assert not proof.identity, "its budget counts as the declared identity"
     assert proof.acted, f"kept {proof.entries_kept} of {proof.entries_seen} entries, facts {proof.facts}: no effect"
