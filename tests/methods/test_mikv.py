@@ -134,20 +134,26 @@ def test_equals_a_naive_model_of_the_store(make_step, settings, window):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), f"pass {i // HEADS}: {(ours - theirs).abs().max()}"
 
 
+def run_two_passes(make_step, method, rows, context, moment):
+    """The store after the context and one more pass over all other rows, and the output of that pass."""
+    kv = method.layer(0)
+    kv.capacity = rows[0].shape[2]
+    for part, when in ((slice(0, context), Moment.CONTEXT_END), (slice(context, kv.capacity), moment)):
+        step = make_step(*(x[:, :, part] for x in rows), before=part.start, moment=when)
+        kv.append(step)
+        output = method.attend(kv, step)
+        method.evict(kv, step)
+    return kv, output
+
+
 def test_a_channel_that_the_prompt_does_not_use_is_not_balanced(make_step):
     """Nobody knows its range: in 16 bits, codes of the keys that use it later are as finite as any."""
     method = replace(MiKV(), length=30)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, 40, DIM, generator=generator) for _ in range(3))
     key[:, :, :30, 3] = 0.0
-    kv = method.layer(0)
-    kv.capacity = 40
-    for part, moment in ((slice(0, 30), Moment.CONTEXT_END), (slice(30, 40), Moment.TURN_END)):
-        rows = (x[:, :, part].half() for x in (query, key, value))
-        step = make_step(*rows, before=part.start, moment=moment)
-        kv.append(step)
-        output = method.attend(kv, step)
-        method.evict(kv, step)
+    rows = tuple(x.half() for x in (query, key, value))
+    kv, output = run_two_passes(make_step, method, rows, 30, Moment.TURN_END)
     last = make_step(query[:, :, :1].half(), key[:, :, :1].half(), before=40, moment=Moment.DECODE)
     kv.append(last)
     assert output.isfinite().all()
@@ -169,17 +175,11 @@ def test_a_channel_with_a_large_mean_shifts_no_tier(make_step, monkeypatch, high
     key[..., 3] += 300
     query[..., 3] += 3
     method = replace(MiKV(important=0.5, low_bits=4, high_bits=high_bits), length=40)
-    kv = method.layer(0)
-    kv.capacity = 41
-    for part, moment in ((slice(0, 40), Moment.CONTEXT_END), (slice(40, 41), Moment.DECODE)):
-        rows = (x[:, :, part].bfloat16() for x in (query, key, value))
-        step = make_step(*rows, before=part.start, moment=moment)
-        kv.append(step)
-        method.attend(kv, step)
-        method.evict(kv, step)
+    rows = tuple(x.bfloat16() for x in (query, key, value))
+    kv, _ = run_two_passes(make_step, method, rows, 40, Moment.DECODE)
     assert len(found) == (1 if high_bits == 16 else 2)
     for partial, keys in found:
-        logits = step.query.double() @ (keys / kv.state["balancer"]).double().mT
+        logits = rows[0][:, :, 40:].double() @ (keys / kv.state["balancer"]).double().mT
         assert abs(float(partial.lse) - float(logits.logsumexp(-1))) < 0.01
 
 

@@ -85,7 +85,7 @@ class Problem:
 
 
 def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
-    """Read all runs below a folder, and the folders that are not valid runs. Of copies, the most trusted is a run.
+    """Read all runs below a folder, of copies the most trusted, and list the folders that are not valid runs.
 
     Raises:
         UserError: there is no such folder.
