@@ -112,6 +112,12 @@ class QJL(CodedMethod):
         """Whether the context is too short for an encoded block."""
         return max(shape.entries(x) for x in shape.layers) < self.residual
 
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Upper bound of the room for later tokens: codes, and exact entries that wait for a block or come at once."""
+        exact = self.residual + max(self.residual, tokens) if self.residual else 0
+        codes = -(-(tokens + self.residual) * self.declared_bytes(shape) // shape.length)
+        return super().later_bytes(shape, exact) + codes
+
     def layer(self, index: int) -> LayerKV:
         """A store that encodes whole blocks."""
         keys, values = self.coders(index)
