@@ -11,7 +11,7 @@ from kvbench.analysis.load import find_run, load_run
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.runs.command import write_setting
-from kvbench.runs.options import Request, list_options
+from kvbench.runs.options import Option, Request, list_options
 from kvbench.runs.prepare import prepare
 from kvbench.runs.results import Result
 from kvbench.runs.runner import run as run_job
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, object]
 NONE: Settings = {}
+KINDS = {str: "text", int: "a whole number", bool: "True or False", Mapping: "a dict of settings by name"}
 
 
 def run(
@@ -54,12 +55,21 @@ def _make_request(given: Mapping[str, Any], out: Path) -> Request:
     values: dict[str, Any] = {}
     for option in list_options():
         value = given[option.name]
+        if option.numeric and isinstance(value, int | float):
+            value = str(value)
+        _check_type(option, value)
         if option.repeatable:
             value = tuple(f"{key}={write_setting(x)}" for key, x in value.items())
-        elif option.numeric and value is not None:
-            value = str(value)
         values[option.name] = value
     return Request(**values, out=out)
+
+
+def _check_type(option: Option, value: object) -> None:
+    wanted: type = Mapping if option.repeatable else option.kind
+    optional = not option.required and option.default is None
+    fits = isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+    if not fits and not (value is None and optional):
+        raise UserError(f"{option.name} must be {'None or ' if optional else ''}{KINDS[wanted]}, got {value!r}.")
 
 
 def compare(*runs: Result | str | Path, out: str | Path = "runs") -> list[Difference]:

@@ -70,6 +70,21 @@ def test_a_call_is_the_run_of_the_command(request, arguments, tmp_path):
         assert (tmp_path / out / result.run_id / "result.json").is_file()
 
 
+@pytest.mark.parametrize(("given", "message"), [
+    ({"samples": "x"}, "samples must be a whole number, got 'x'."),
+    ({"samples": None}, "samples must be a whole number, got None."),
+    ({"seed": True}, "seed must be a whole number, got True."),
+    ({"length": 2.5}, "length must be None or a whole number, got 2.5."),
+    ({"task": None}, "task must be text, got None."),
+    ({"recompress": "no"}, "recompress must be True or False, got 'no'."),
+    ({"method_settings": ["window=8"]}, r"method_settings must be a dict of settings by name, got \['window=8'\]."),
+])
+def test_an_argument_of_another_type_is_refused(given, message):
+    """By name and value, before anything is loaded."""
+    with pytest.raises(UserError, match=f"^{message}$"):
+        kvbench.run(**{"method": LAST, "task": TOY, **given})
+
+
 def test_runs_are_compared_by_result_folder_and_id(model_folder, tmp_path, capsys):
     """As `kvbench compare` does, with its warnings on standard error."""
     given = {"task": TOY, "model": str(model_folder), "samples": 4, "device": "cpu", "out": tmp_path}

@@ -1,9 +1,9 @@
-"""Judges every claim by the finished runs and timings in a folder, for the leaderboard site. Starts nothing."""
+"""Judges every claim by finished runs, and by timings in a folder, for the leaderboard site. Starts nothing."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvbench import machine
@@ -17,7 +17,6 @@ from kvbench.reproduce.paper import Paper, list_papers
 from kvbench.reproduce.plan import ClaimPlan, Missing, find_baseline, plan_claim
 from kvbench.reproduce.speed import find_timed, judge_speed
 from kvbench.reproduce.verdict import Judgment, judge
-from kvbench.runs.files import read_file
 from kvbench.runs.options import Request
 from kvbench.runs.protocol import Protocol
 from kvbench.runs.request import check
@@ -29,18 +28,18 @@ UNRUN = Missing("run", "there is no run of it in this folder")
 
 
 def list_judgments(
-    folder: Path, papers: Mapping[str, Paper] | None = None, results: Iterable[tuple[Path, Result]] | None = None
+    folder: Path, results: Iterable[tuple[Path, Result]], papers: Mapping[str, Paper] | None = None
 ) -> list[Judgment]:
     """Every number with its verdict, in the order of the files.
 
     Args:
-        folder: has finished runs at any depth, and timings in `bench/`.
+        folder: has timings in `bench/`.
+        results: results of finished runs, with their folders.
         papers: by name; None: the bundled ones.
-        results: results to use, with their folders; None: all of the folder.
     """
     plans = _plan_all() if papers is None else _plan(papers)
     wanted = {request for plan in plans.values() for request in plan.requests}
-    runs = _find_runs(_read_results(folder) if results is None else results, wanted)
+    runs = _find_runs(results, wanted)
     return [_judge(x, plans, runs, folder) for x in plans.values()]
 
 
@@ -80,11 +79,6 @@ def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> 
             if _answers(spec, request):
                 found[request] = max(found.get(request, ("", path)), (result.environment.started, path))
     return {request: load_run(path) for request, (_, path) in found.items()}
-
-
-def _read_results(folder: Path) -> Iterator[tuple[Path, Result]]:
-    for path in sorted(folder.rglob("result.json")):
-        yield path.parent, read_file(path, Result)
 
 
 def _answers(spec: RunSpec, wanted: Request) -> bool:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.load import find_runs, load_run
 from kvbench.cli import call
 from kvbench.reproduce.paper import read_paper
 from kvbench.reproduce.standing import list_judgments
+from kvbench.reproduce.verdict import Judgment
 
 PAPER = """
 title = "A paper"
@@ -59,6 +61,12 @@ def out(tmp_path: Path) -> list[str]:
     return ["--out", str(tmp_path / "runs"), "--json"]
 
 
+def judgments(folder: Path, paper: Path) -> list[Judgment]:
+    """How the claims of a file stand by the finished runs of a folder."""
+    results = [(x.folder, x.result) for x in map(load_run, find_runs([str(folder)]))]
+    return list_judgments(folder, results, {"paper": read_paper(paper)})
+
+
 def test_a_table_is_run_and_judged(kvbench, paper, out):
     """The page lists claims that hold, that do not, and that cannot be run with the reason, before and after."""
     answer = kvbench("reproduce", f"{paper}:scores", *out)
@@ -91,7 +99,7 @@ def test_a_paper_without_a_template_is_met_without(kvbench, paper, out, chat_min
     paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{prompted}"'))
     assert kvbench("reproduce", f"{paper}:scores/mini/full", *out).code in (0, 1)
     paper.write_text(text.replace("[table.protocol]", f'[table.protocol]\ntemplate = "{said}"'))
-    found = {x.claim.id: x for x in list_judgments(tmp_path / "runs", {"paper": read_paper(paper)})}
+    found = {x.claim.id: x for x in judgments(tmp_path / "runs", paper)}
     judged = found["paper:scores/mini/full/needles"]
     assert judged.verdict == verdict
     assert judged.differs == (("template: own in the paper, none here",) if verdict == "partly" else ())
@@ -244,7 +252,7 @@ def test_how_claims_stand_is_read_off_a_folder(kvbench, paper, tmp_path):
     assert answer.json[0]["verdict"] == "reproduced"
     verdicts = {
         x.claim.id.partition("mini/")[2]: (x.verdict, [y.why for y in x.missing])
-        for x in list_judgments(tmp_path / "results", {"paper": read_paper(paper)})
+        for x in judgments(tmp_path / "results", paper)
     }
     assert verdicts == {
         "full/needles": ("reproduced", []), "knorm/needles": ("not run", ["there is no run of it in this folder"]),

@@ -75,7 +75,7 @@ def read_claims(results: Path, runs: Sequence[ListedRun]) -> ClaimsReport:
     """Judge every claim by the runs and benchmarks of a results folder."""
     papers: dict[str, list[Judgment]] = {}
     try:
-        for x in list_judgments(results, results=[(x.run.folder, x.result) for x in runs]):
+        for x in list_judgments(results, [(x.run.folder, x.result) for x in runs]):
             papers.setdefault(x.claim.paper, []).append(x)
     except UserError as error:
         return ClaimsReport((), {}, problem=str(error))
