@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -254,7 +255,10 @@ def _tokenizer(folder: Path, document: dict[str, Any]) -> PreTrainedTokenizerBas
     """Load tokenizer.json as it is; AutoTokenizer would replace parts of it, for example for any Qwen2."""
     plain = (folder / "tokenizer.json").is_file()
     kind: Any = PreTrainedTokenizerFast if plain else native_tokenizer(document)
-    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
+    # kvbench checks lengths itself; a tokenizer's own limit would warn of every corpus, which is cut after encoding
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+        folder, trust_remote_code=False, model_max_length=sys.maxsize
+    )
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.hf import DTYPES, Model, load_model, predict_memory
+from kvbench.hf import DTYPES, Model, load_model, load_tokenizer, predict_memory
 from kvbench.store import storage_bytes
 
 from .models import ARCHITECTURES, QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save
@@ -158,6 +159,15 @@ def test_nothing_is_printed(saved: dict[str, Path], llama: Path, capfd: pytest.C
     rewrite(llama, lambda weights: weights.pop(QUERY))
     refusal(llama)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_text_beyond_the_tokenizers_limit_is_encoded_without_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus is longer than any prompt; transformers would announce indexing errors."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(load_tokenizer("mini")("word " * 10_000).input_ids) > 8192
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
