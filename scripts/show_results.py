@@ -112,9 +112,10 @@ def condition_table(results: Sequence[Result]) -> str:
     rows = []
     for name, runs in quarter.items():
         seen, larger = ({cell[2]: score(x) for cell, x in y.items()} for y in (runs, half.get(name, {})))
-        if "visible" in seen:
-            none = "not run" if "hidden" not in seen else "-"
-            rows.append((name, seen.get("hidden", none), larger.get("hidden", none), seen["visible"]))
+        if "visible" in seen or larger:
+            takes_budget = any(x.budget.asked for x in runs.values())
+            at_half = larger.get("hidden", "not run") if takes_budget else "-"
+            rows.append((name, seen.get("hidden", "not run"), at_half, seen.get("visible", "not run")))
     return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%"), rows)
 
 
