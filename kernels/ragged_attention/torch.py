@@ -1,4 +1,4 @@
-"""Partial attention with its log-sum-exp, in float32, one KV head at a time."""
+"""Partial attention with its log-sum-exp, in float32, by KV head; at once if a query reads as many entries of each."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def ragged_partial(
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(0, 1)  # [B * H_kv, G, T, D]
     output = query.new_zeros((*grouped.shape[:3], values.shape[1]), dtype=torch.float32)
     lse = query.new_full(grouped.shape[:3], -torch.inf, dtype=torch.float32)
+    if n_query == 1 and window is None and counts[0] and len(set(counts)) == 1:  # one product for all heads
+        keys, values = (x.unflatten(0, (len(counts), -1)) for x in (keys, values))  # [B * H_kv, n, D]
+        bias = None if bias is None else bias.view(len(counts), 1, -1)
+        output[:, :, 0], lse[:, :, 0] = _attend(grouped[:, :, 0], keys, values, None, scale, softcap, bias)
+        return _by_batch(output, lse, batch)
     start = 0
     for head, count in enumerate(counts):
         entries = slice(start, start + count)
@@ -52,7 +57,12 @@ def ragged_partial(
                 grouped[head, :, block], keys[entries], values[entries], mask, scale, softcap,
                 None if bias is None else bias[entries],
             )
-    output, lse = (x.unflatten(0, (batch, kv_heads)).flatten(1, 2) for x in (output, lse))
+    return _by_batch(output, lse, batch)
+
+
+def _by_batch(output: Tensor, lse: Tensor, batch: int) -> Partial:
+    """From [B * H_kv, G, ...] to [B, H_q, ...]"""
+    output, lse = (x.unflatten(0, (batch, -1)).flatten(1, 2) for x in (output, lse))
     return Partial(output, lse)
 
 

@@ -129,8 +129,12 @@ class ChosenKV(SelectiveKV):
 
     def _gather(self, batch: Tensor, head: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of these entries, from their tier. [R, D], [R, D_v]"""
-        if self.tier is None:
-            return self.keys[batch, head, entry], self.values[batch, head, entry]
+        if self.tier is None:  # one place in the whole block is faster than three indices
+            block, heads = self._buffer, self.keys.shape[1]
+            assert block is not None
+            places = (batch * heads + head) * block.capacity + entry
+            keys, values = (block.tensors[x].flatten(0, 2).index_select(0, places) for x in ("key", "value"))
+            return keys, values
         apart = entry < self.apart
         later = batch[~apart], head[~apart], entry[~apart] - self.apart
         places = (batch * self.keys.shape[1] + head) * self.apart + entry
