@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.shares import cut_share
@@ -51,6 +51,15 @@ def list_doubts(result: Result) -> Iterator[str]:
     kernel, tokens = result.method.settings.get("kernel"), result.output.reference_tokens
     if strict is not None and tokens is not None and is_narrow(kernel, tokens):
         yield (
-            f"it pools scores over {kernel} tokens, and an answer has {tokens:.0f} under this tokenizer: only part of "
-            "it may be kept."
+            f"scores are pooled over {kernel} tokens, and an answer has {tokens:.0f} under this tokenizer: only part "
+            "of it may be kept."
         )
+
+
+def group_doubts(runs: Iterable[tuple[str, Result]]) -> list[str]:
+    """Every doubt once, after the labels of the runs that it is about."""
+    labels: dict[str, list[str]] = {}
+    for label, result in runs:
+        for doubt in list_doubts(result):
+            labels.setdefault(doubt, []).append(label)
+    return [f"{', '.join(names)}: {doubt}" for doubt, names in labels.items()]

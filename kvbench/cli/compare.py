@@ -37,7 +37,7 @@ def compare_command(
         name_questions,
         rank_runs,
     )
-    from kvbench.analysis.doubts import list_doubts
+    from kvbench.analysis.doubts import group_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run, refer_to
     from kvbench.analysis.metrics import Metric
@@ -66,9 +66,8 @@ def compare_command(
     base = find_baseline(loaded, baseline)
     differences = compare_runs(loaded[base], [*loaded[:base], *loaded[base + 1 :]])
     labels = label_results(results)
-    for label, result in zip(labels, results, strict=True):
-        for doubt in list_doubts(result):
-            say(f"warning: {label}: {doubt}")
+    for doubt in group_doubts(zip(labels, results, strict=True)):
+        say(f"warning: {doubt}")
     columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
     print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
     if any(x.p_adjusted is not None for x in differences):

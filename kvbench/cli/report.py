@@ -36,7 +36,7 @@ def report_command(
     if kind not in KINDS:
         raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")
     say("reading runs ...")
-    from kvbench.analysis.doubts import list_doubts
+    from kvbench.analysis.doubts import group_doubts
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_runs, load_run
     from kvbench.analysis.metrics import Metric
@@ -68,9 +68,8 @@ def report_command(
         columns, rows = group_cells(entries)
         result = entries[0].result
         print_table(f"{name_group(result)}: {Metric.of(result.score).title}", columns, rows)
-        for entry in entries:
-            for doubt in list_doubts(entry.result):
-                say(f"warning: {entry.label}: {doubt}")
+        for doubt in group_doubts((x.label, x.result) for x in entries):
+            say(f"warning: {doubt}")
         if len(entries) > 1 and (few := next((x.difference for x in entries if x.difference), None)) and few.too_few:
             say(describe_too_few(few.contexts, len(entries) - 1))
     for grid in grids:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from html import escape
 
 from kvbench.analysis.columns import find_columns, flatten, write_csv
-from kvbench.analysis.doubts import find_strict, list_doubts
+from kvbench.analysis.doubts import find_strict, group_doubts
 from kvbench.analysis.formatting import format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
@@ -130,8 +130,7 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
         '<p class="note">Times on a shared CPU are not comparable between runs.</p>\n'
     )
     doubts = "".join(
-        f'<p class="note">Warning: {escape(x.label)}: {escape(doubt)}</p>\n'
-        for x in entries for doubt in list_doubts(x.result)
+        f'<p class="note">Warning: {escape(x)}</p>\n' for x in group_doubts((x.label, x.result) for x in entries)
     )
     terms = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>\n" for key, value in list_protocol(result))
     ranks = sorted({x.rank for x in entries if x.rank is not None})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.analysis.doubts import find_strict, list_doubts
+from kvbench.analysis.doubts import find_strict, group_doubts, list_doubts
 from kvbench.registry import find_task
 from kvbench.runs.pooling import warn_of_pooling
 from kvbench.runs.results import Output, Score
@@ -60,16 +60,21 @@ def test_a_dump_of_the_context_passes_the_published_scorer_only(name):
     assert (strict(f"{other} {right}", (right,), {}), strict(right, (right,), {})) == (0.0, 1.0)
 
 
-def doubt(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None):
+def doubt(mean, **facts):
     """The doubts of a run with these scores and stop reasons."""
+    return list(list_doubts(made_run(mean, **facts)))
+
+
+def made_run(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None):
+    """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
-    return list(list_doubts(SimpleNamespace(
+    return SimpleNamespace(
         score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None), effect=SimpleNamespace(n=0),
         lossless=None, reuse=None,
-    )))
+    )
 
 
 def test_doubts_about_a_run():
@@ -81,6 +86,14 @@ def test_doubts_about_a_run():
     assert doubt(1.0, stop=4, length=6) == ["the length limit cut 60% of the answers."]
     strict = SimpleNamespace(scores={"kv-strict@1": 0.0}, task=SimpleNamespace(scorer="kv@1"))
     assert find_strict(strict) == 0.0
+
+
+def test_runs_with_the_same_doubt_share_a_sentence():
+    """Runs without one are not named."""
+    cut, fine = made_run(1.0, stop=4, length=6), made_run(1.0)
+    assert group_doubts([("a 25%", cut), ("b", fine), ("a 50%", cut)]) == [
+        "a 25%, a 50%: the length limit cut 60% of the answers."
+    ]
 
 
 @pytest.mark.parametrize(("kernel", "tokens", "warned"), [(7, 7, True), (15, 7, False), (7, 3, False), (1, 7, False)])
@@ -96,7 +109,7 @@ def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
     assert (found is not None) == warned
     assert found is None or (f"an answer of kv-short has {tokens}" in found and "--set kernel=13" in found)
     later = doubt(1.0, strict=1.0, full=False, kernel=kernel, tokens=float(tokens))
-    said = f"it pools scores over 7 tokens, and an answer has {tokens} under this tokenizer: "
+    said = f"scores are pooled over 7 tokens, and an answer has {tokens} under this tokenizer: "
     assert later == [f"{said}only part of it may be kept."] * warned
     prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
     assert warn_of_pooling(spec, prose, encoded) is None
