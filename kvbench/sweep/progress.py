@@ -56,12 +56,16 @@ class SweepProgress:
 
     @property
     def left(self) -> str:
-        """Estimated time left, as text; empty if unknown."""
+        """Estimated time left, as text; empty until every cell that has begun has computed a sample.
+
+        The first of cells that share a prefill computes it for all.
+        """
         missing = self.total - sum(self.done.values())
-        computed = sum(self.done[cell] - saved for cell, saved in self._saved.items())
-        if self._began is None or not computed or not missing:
+        computed = {cell: self.done[cell] - saved for cell, saved in self._saved.items()}
+        waiting = any(not count for cell, count in computed.items() if cell not in self.reports)
+        if self._began is None or waiting or not any(computed.values()) or not missing:
             return ""
-        return f", about {(time.monotonic() - self._began) / computed * missing:.0f} s left"
+        return f", about {(time.monotonic() - self._began) / sum(computed.values()) * missing:.0f} s left"
 
 
 @contextmanager

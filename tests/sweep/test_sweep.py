@@ -506,3 +506,18 @@ def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
     progress.receive(cells[1], 20)
     progress.finish(CellReport(cells[1], "ok"))
     assert progress.left == ", about 50 s left"
+
+
+def test_no_time_is_left_to_say_before_every_cell_has_computed(monkeypatch):
+    """The first of cells that share a prefill computes it for all, so its time says little of the others."""
+    now = itertools.count(100.0, 10.0)
+    monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
+    request = Request(method="full", task="niah", samples=20)
+    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(2)]
+    progress = SweepProgress(cells, lambda _: None)
+    progress.receive(cells[0], 0)
+    progress.receive(cells[1], 0)
+    progress.receive(cells[0], 10)
+    assert progress.left == ""
+    progress.receive(cells[1], 10)
+    assert progress.left == ", about 10 s left"  # 20 in 10 s, and 20 are missing
