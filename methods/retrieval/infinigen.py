@@ -181,8 +181,9 @@ class InfiniGen(ReadingMethod):
         assert self.rows is not None
         margin = (logits - logits.amax(-1, keepdim=True)).amax(2)  # [B, H_kv, n], at most 0
         count = (margin > -self.alpha).sum(-1).float().mean(-1).round().clamp(1, self.rows - 1)  # [B]
-        rank = margin.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        return rank < count[:, None, None]
+        order = margin.argsort(dim=-1, descending=True, stable=True)
+        taken = torch.arange(order.shape[-1], device=order.device) < count[:, None, None]
+        return torch.zeros_like(margin, dtype=torch.bool).scatter_(-1, order, taken.expand_as(order))
 
     def channels(self, width: int) -> int:
         """Channels of a key that are stored a second time."""

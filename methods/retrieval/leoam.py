@@ -106,23 +106,24 @@ class LeoAM(ReadingMethod):
         query: [H, G, D], of the KV heads of the group. Returns where chosen entries start and stop.
         """
         assert self.rows is not None
+        sizes = self.sizes
         roots = self.bound(kv, query, b, group, 0, None)
         chunks = {(0, x): score for x, score in enumerate(roots)}
         while True:
             chosen: list[tuple[int, int, int, int]] = []
             left = self.rows
             for (level, number), _ in sorted(chunks.items(), key=lambda item: -item[1]):
-                start = number * self.sizes[level]
-                stop = min(start + self.sizes[level], kv.indexed)
+                start = number * sizes[level]
+                stop = min(start + sizes[level], kv.indexed)
                 chosen.append((level, number, start, min(stop, start + left)))
                 left -= stop - start
                 if left <= 0:
                     break
-            halved = [(level, number) for level, number, *_ in chosen if level < len(self.sizes) - 1]
+            halved = [(level, number) for level, number, *_ in chosen if level < len(sizes) - 1]
             if not halved:
                 return [(start, stop) for _, _, start, stop in chosen]
             for level in sorted({x for x, _ in halved}):
-                size = self.sizes[level + 1]
+                size = sizes[level + 1]
                 parents = [x for at, x in halved if at == level]
                 halves = [y for x in parents for y in (2 * x, 2 * x + 1) if y * size < kv.indexed]
                 scores = self.bound(kv, query, b, group, level + 1, halves)
