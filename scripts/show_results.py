@@ -50,8 +50,6 @@ from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
-IN_ONE_BLOCK = ("0b8334c74ef9", "a731f91b7a14")
-"""Commits at which reference answers were forced in one block, also where methods drop or round rows in every step."""
 
 
 def by_turn(result: Result) -> str:
@@ -203,18 +201,12 @@ def _name_earlier(results: Sequence[Result]) -> str:
 def describe(results: Sequence[Result]) -> str:
     """Where the numbers come from."""
     first = results[0]
-    old = sorted({
-        x.method.name for x in results
-        if x.environment.git is not None and x.environment.git.commit[:12] in IN_ONE_BLOCK
-        and find_method(x.method.name).graphable is not None
-    })
-    early = f" For {', '.join(old)} it is from before they were forced token by token." if old else ""
     return (
         f"Model `mini`, task `{first.task.name}`, `multi-turn`, {first.n_samples} contexts with {first.spec.turns} "
         f"questions each, reference history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), "
         f"{_name_commits(results)}.\n"
-        "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers."
-        f"{early}\n{_name_earlier(results)}"
+        "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers.\n"
+        f"{_name_earlier(results)}"
     )
 
 
