@@ -298,7 +298,8 @@ def test_submitted_text_never_becomes_markup(groups):
         "model__id", "model__dtype", "model__sha256", "score__metric", "environment__cpu", "environment__kvbench",
         "environment__started", "environment__git__commit", "kernels__implementation", "budget__asked", "suite",
     )
-    entry = edit(max(groups, key=len)[1], **dict.fromkeys(fields, HOSTILE), method__settings={HOSTILE: HOSTILE},
+    timed = next(x for x in max(groups, key=len)[1:] if x.result.latency.n)  # it is in every chart
+    entry = edit(timed, **dict.fromkeys(fields, HOSTILE), method__settings={HOSTILE: HOSTILE},
                  task__settings={HOSTILE: HOSTILE}, budget__resolved={HOSTILE: HOSTILE}, kernels__ops=[HOSTILE])
     failed = edit(entry, status="failed", error=HOSTILE)
     entries = [GroupedRun(x.result, HOSTILE, 1) for x in (entry, entry, failed)]
