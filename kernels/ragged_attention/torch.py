@@ -1,4 +1,4 @@
-"""Partial attention with its log-sum-exp, in float32, by KV head; at once if a query reads as many entries of each."""
+"""Partial attention with its log-sum-exp, in float32, by KV head, or for all at once if they have equally many."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ragged_partial(
 
 
 def _by_batch(output: Tensor, lse: Tensor, batch: int) -> Partial:
-    """From [B * H_kv, G, ...] to [B, H_q, ...]"""
+    """The partial attention by query head. From [B * H_kv, G, ...] to [B, H_q, ...]"""
     output, lse = (x.unflatten(0, (batch, -1)).flatten(1, 2) for x in (output, lse))
     return Partial(output, lse)
 

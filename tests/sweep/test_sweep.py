@@ -488,13 +488,18 @@ def test_a_lost_ray_node_costs_only_unfinished_samples(kvbench, sweep, tmp_path,
     assert [x["status"] for x in found] == ["ok"] * 4 + ["failed"]
 
 
-def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
-    """Neither samples of an earlier run, nor those of a finished or failed cell; a batch is as many as it holds."""
+def follow_cells(monkeypatch, count):
+    """Cells of 20 samples and their progress, which reads a clock that goes on by 10 s at every look."""
     now = itertools.count(100.0, 10.0)
     monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
     request = Request(method="full", task="niah", samples=20)
-    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(4)]
-    progress = SweepProgress(cells, lambda _: None)
+    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(count)]
+    return cells, SweepProgress(cells, lambda _: None)
+
+
+def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
+    """Neither samples of an earlier run, nor those of a finished or failed cell; a batch is as many as it holds."""
+    cells, progress = follow_cells(monkeypatch, 4)
     progress.finish(CellReport(cells[0], "ok", existing=True))
     progress.receive(cells[1], 8)  # at 100 s: 8 of its samples are those of an earlier run
     assert progress.left == ""
@@ -508,13 +513,9 @@ def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
     assert progress.left == ", about 50 s left"
 
 
-def test_no_time_is_left_to_say_before_every_cell_has_computed(monkeypatch):
+def test_the_time_left_is_unknown_until_every_cell_has_computed(monkeypatch):
     """The first of cells that share a prefill computes it for all, so its time says little of the others."""
-    now = itertools.count(100.0, 10.0)
-    monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
-    request = Request(method="full", task="niah", samples=20)
-    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(2)]
-    progress = SweepProgress(cells, lambda _: None)
+    cells, progress = follow_cells(monkeypatch, 2)
     progress.receive(cells[0], 0)
     progress.receive(cells[1], 0)
     progress.receive(cells[0], 10)
