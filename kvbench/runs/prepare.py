@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from kvbench import __version__
 from kvbench.errors import UserError
-from kvbench.log import say
+from kvbench.log import say, say_once
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
@@ -64,7 +64,7 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     device = model.device.type if model is not None else find_device(request)
     check_kernels_device(request.kernels, device)
     if device == "cuda" and request.kernels == "torch" and request.device_map is None:
-        say(f"note: {GPU_KERNELS}.")
+        say_once(f"note: {GPU_KERNELS}.")
     if request.kernels != "torch" and request.device_map is not None:
         raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
     model = model or _load(resolved, device)
@@ -252,7 +252,7 @@ def _try_first(job: Job, request: Request) -> Job:
 
         refuse_windows(job.model)
     if (warning := warn_of_pooling(spec, example, encoded)) is not None:
-        say(f"warning: {warning}")
+        say_once(f"warning: {warning}")
     context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
     bound = job.method.bind(job.model)  # some budgets are resolved per head
     fitted = bound.fit(job.budget, job.model.shape(context))

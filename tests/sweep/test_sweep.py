@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.log import say_once
 from kvbench.runs import prepare as preparation
 from kvbench.runs import sample
 from kvbench.runs.files import locked, read_lines
@@ -332,6 +333,18 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     (sample_lines.parent / "result.json").unlink()
     sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
     assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
+
+
+def test_cells_give_a_common_warning_once(kvbench, tmp_path):
+    """Both budgets pool over fewer tokens than a number has under the tokenizer of `mini`."""
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        f'out = "{tmp_path / "runs"}"\n[run]\nmodel = "mini"\ntask = "niah"\nlength = 512\nsamples = 1\n'
+        '[[grid]]\nmethod = "snapkv"\nbudget = ["25%", "50%"]\nset.kernel = 3\n'
+    )
+    say_once.cache_clear()
+    said = kvbench("sweep", path, "--dry-run").err.splitlines()
+    assert [x.split(",")[0] for x in said if x.startswith("warning:")] == ["warning: snapkv pools scores over 3 tokens"]
 
 
 @pytest.mark.slow
