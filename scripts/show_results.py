@@ -33,6 +33,7 @@ from curated import (
     cell_of,
     group_cells,
     list_cells,
+    name_method,
     order_cell,
     ratio,
     read,
@@ -132,8 +133,8 @@ def text_table(results: Sequence[Result]) -> str:
 
 def compare_text(text: Sequence[Result], needles: Sequence[Result]) -> str:
     """The rank correlation of agreement on text with accuracy, over methods under the same settings."""
-    def key(x: Result) -> tuple[str, str, str | None]:
-        return x.method.name, str(x.method.settings), x.budget.asked
+    def key(x: Result) -> tuple[str, str | None]:
+        return name_method(x), x.budget.asked
 
     scores = {key(x): x.score.mean for x in needles if x.visibility == "hidden"}
     pairs = [(x.agreement.kl, scores[key(x)]) for x in text if x.agreement is not None]
