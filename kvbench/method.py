@@ -121,7 +121,7 @@ class Method:
     inexact_prefill: ClassVar[str | None] = None
     """None: logits after the context are the full cache's. Otherwise why they are not."""
     reads_hidden: ClassVar[bool] = False
-    """Whether it reads `step.hidden`; its prefill cannot be taken from another method's."""
+    """Whether it reads `step.hidden`."""
     skips_layers: ClassVar[bool] = False
     """Whether tokens of the context skip layers (`choose_tokens`)."""
     reads_parts: ClassVar[bool] = False

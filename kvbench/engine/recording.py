@@ -31,11 +31,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Recording:
-    """The passes of a context under the full cache: queries, keys and values of every layer, and the logits."""
+    """The passes of a context under the full cache: each layer's queries, keys and values, and the logits."""
 
     passes: Sequence[Pass]
     kernels: dict[str, str] = field(default_factory=dict)
     """The implementation of each operation that ran, as `kernels.choice.using` records it."""
+    hidden: bool = False
+    """Whether the steps have hidden states."""
 
     def find(self, start: int, ids: Tensor) -> Pass | None:
         """The recorded pass over these tokens at this place; None: there is none."""

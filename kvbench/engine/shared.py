@@ -9,6 +9,7 @@ context it must pass the store's attention on unchanged, and keep every entry un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.recording import Pass, Recording
 from kvbench.engine.session import Session
+from kvbench.hf import catching_hidden
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.machine import free_bytes
@@ -59,36 +61,47 @@ class SharedPrefill:
         self._alone: set[str] = set()
         self._kept = 1
         self._limit: int | None = None
-        self._warned = False
+        self._warned = self._hidden = False
 
-    def keep(self, contexts: int, model: Model, tokens: int) -> int:
-        """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many."""
-        left = self._room(model) - predict_bytes(model, tokens, outputs=True)  # that of the first context
-        contexts = max(1, min(contexts, 1 + left // predict_bytes(model, tokens, outputs=False)))
+    def keep(self, contexts: int, model: Model, tokens: int, *, hidden: bool) -> int:
+        """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many.
+
+        hidden: with hidden states.
+        """
+        self._hidden |= hidden
+        left = self._room(model) - self._predict(model, tokens, outputs=True)  # that of the first context
+        contexts = max(1, min(contexts, 1 + left // self._predict(model, tokens, outputs=False)))
         self._kept = max(self._kept, contexts)
         return contexts
 
-    def take(self, model: Model, context: Sequence[int], spec: RunSpec) -> tuple[Recording | None, bool]:
+    def take(
+        self, model: Model, context: Sequence[int], spec: RunSpec, *, hidden: bool
+    ) -> tuple[Recording | None, bool]:
         """The recording of a context, and whether the run must compare its attention with it.
 
-        None: the run's method cannot use one, or it would take too much memory.
+        None: the run's method cannot use one, or it would take too much memory. hidden: the method reads hidden states;
+        all later recordings have them, too.
         """
+        self._hidden |= hidden
         if spec.run_id in self._alone:
             return None, False
         key = (id(model.module), tuple(context), spec.chunk, spec.kernels)
         proves = spec.run_id not in self._proven and self._first.setdefault(spec.run_id, key) == key
         recording, need = self._held.pop(key, (None, 0))
-        if recording is None or (proves and not recording.passes[0].outputs):
-            recording, need = None, predict_bytes(model, len(context), outputs=proves)
+        if recording is None or (proves and not recording.passes[0].outputs) or (hidden and not recording.hidden):
+            recording, need = None, self._predict(model, len(context), outputs=proves)
             if not self._make_room(model, need, len(context)):
                 return None, False
-            recording = record(model, context, spec.chunk, spec.kernels, outputs=proves)
+            recording = record(model, context, spec.chunk, spec.kernels, outputs=proves, hidden=self._hidden)
         self._held[key] = recording, need
         return recording, proves
 
     @property
     def _bytes(self) -> int:
         return sum(need for _, need in self._held.values())
+
+    def _predict(self, model: Model, tokens: int, *, outputs: bool) -> int:
+        return predict_bytes(model, tokens, outputs=outputs, hidden=self._hidden)
 
     def _room(self, model: Model) -> int:
         """Bytes that all recordings may take."""
@@ -123,25 +136,28 @@ class SharedPrefill:
         self._alone.add(spec.run_id)
 
 
-def predict_bytes(model: Model, tokens: int, *, outputs: bool) -> int:
+def predict_bytes(model: Model, tokens: int, *, outputs: bool, hidden: bool = False) -> int:
     """Bytes of the recording of a context."""
-    total = 0
+    total = len(model.layers) * model.width if hidden else 0
     for layer in model.layers:
         total += layer.query_heads * (layer.key_dim + (layer.value_dim if outputs else 0))
         total += layer.kv_heads * (layer.key_dim + layer.value_dim)
     return total * tokens * model.shape(tokens).itemsize
 
 
-def record(model: Model, context: Sequence[int], chunk: int | None, kernels: str, *, outputs: bool) -> Recording:
-    """Run the prefill of a context with the full cache. outputs: keep the attention outputs, too."""
+def record(
+    model: Model, context: Sequence[int], chunk: int | None, kernels: str, *, outputs: bool, hidden: bool = False
+) -> Recording:
+    """Run the prefill of a context with the full cache. Keeps the attention outputs or the hidden states, if asked."""
     passes: list[Pass] = []
     ids = torch.tensor([context], device=model.device)
     chunks = ids.split(chunk or ids.shape[1], dim=1)
-    with using(kernels) as ran, RecordingSession(model, ids.shape[1]) as session:
+    catching = catching_hidden(model.module) if hidden else nullcontext()
+    with using(kernels) as ran, catching, RecordingSession(model, ids.shape[1]) as session:
         for number, part in enumerate(chunks, 1):
             start = session.seen
             moment = Moment.CONTEXT_END if number == len(chunks) else Moment.CONTEXT_CHUNK
             logits = session.forward(part, moment)
             passes.append(Pass(start, part, session.steps, session.outputs if outputs else [], logits))
             session.steps, session.outputs = [], []
-    return Recording(passes, dict(ran))
+    return Recording(passes, dict(ran), hidden)

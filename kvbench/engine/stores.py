@@ -123,8 +123,8 @@ class Stores:
             InexactPrefillError: the method's own pass would have been different.
         """
         assert self._recording is not None
-        if self.method.reads_hidden:
-            raise InexactPrefillError("it reads the model's hidden states, which a recorded prefill does not have.")
+        if self.method.reads_hidden and not self._recording.hidden:
+            raise InexactPrefillError("it reads the model's hidden states, which the recorded prefill does not have.")
         if self.method.inexact_prefill is not None:
             raise InexactPrefillError(self.method.inexact_prefill)
         self.seen += recorded.ids.shape[1]

@@ -115,6 +115,12 @@ class Model:
         return str(self.module.dtype).removeprefix("torch.")
 
     @property
+    def width(self) -> int:
+        """Channels of the hidden states."""
+        width: int = self.module.config.get_text_config().hidden_size
+        return width
+
+    @property
     def params(self) -> int:
         """Number of parameters; tied parameters count once, also if offloading to disk has separated them."""
         tied: dict[str, str] = getattr(self.module, "all_tied_weights_keys", {})

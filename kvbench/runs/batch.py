@@ -57,7 +57,7 @@ def group_samples(samples: Iterable[Made], job: Job, shared: SharedPrefill | Non
     """The samples that run together; with shared prefills as many as are in memory at the same time."""
     contexts = divide_batch(job.spec.batch, job.spec)[0]
     if contexts > 1 and shared is not None:
-        contexts = shared.keep(contexts, job.model, job.spec.task.length)
+        contexts = shared.keep(contexts, job.model, job.spec.task.length, hidden=job.method.reads_hidden)
     samples = iter(samples)
     while group := list(islice(samples, contexts)):
         yield group

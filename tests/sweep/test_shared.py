@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ BUDGET = "40%"
 """More than the smallest budget of every method here; 25 % is less than that of some."""
 SETTINGS = {"polarquant": ("levels=3",), "qjl": ("outliers=0",), "turboquant": ("outliers=0",)}
 """Settings that keys of 8 channels need."""
-FEW = ["expected-attention", "h2o", "kivi", "kvzip", "quest", "snapkv"]
+FEW = ["expected-attention", "h2o", "kivi", "kvzip", "kvzip-plus", "quest", "snapkv"]
 UNSHARED = {"times": None, "shared_prefill": False, "started": "", "seconds": 0.0}
 """The fields that may differ."""
 
@@ -86,9 +87,9 @@ def takes_budget(name):
 
 
 def runs_alone(name):
-    """Whether a recorded prefill may lack the hidden states that it reads, or the attention that it computes."""
+    """Whether a recorded prefill may lack the attention that it computes."""
     kind = find_method(name)
-    return kind.reads_hidden or kind.card.family == "prefill" or kind.inexact_prefill is not None
+    return kind.card.family == "prefill" or kind.inexact_prefill is not None
 
 
 def make_cells(methods, folder, model, **options):
@@ -222,13 +223,14 @@ def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path
 
 
 def test_predicted_bytes_are_those_of_the_recording():
-    """With and without attention outputs."""
+    """With and without attention outputs and hidden states."""
     model = tiny_model(query_heads=4, kv_heads=2)
-    for outputs in (False, True):
-        made = record(model, list(range(40)), 16, "torch", outputs=outputs)
+    for outputs, hidden in itertools.product((False, True), repeat=2):
+        made = record(model, list(range(40)), 16, "torch", outputs=outputs, hidden=hidden)
+        steps = [step for part in made.passes for step in part.steps]
         found = [x for part in made.passes for x in part.outputs]
-        found += [x for part in made.passes for step in part.steps for x in (step.query, step.key, step.value)]
-        assert sum(x.nbytes for x in found) == predict_bytes(model, 40, outputs=outputs)
+        found += [x for step in steps for x in (step.query, step.key, step.value, step.hidden) if x is not None]
+        assert sum(x.nbytes for x in found) == predict_bytes(model, 40, outputs=outputs, hidden=hidden)
 
 
 def test_groups_hold_the_cells_on_the_same_contexts(model_folder, tmp_path):

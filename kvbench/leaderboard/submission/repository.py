@@ -204,8 +204,8 @@ class Repository:
                 doubts.append(
                     f"{shared} of its {len(fingerprint.wrong)} wrong answers equal those of {x}: a method that loses "
                     "nothing gives these, and so does a copy; only a rerun can tell" if x.full else
-                    f"{shared} wrong answers that the full cache does not give equal those of {x}, another method, budget "
-                    "or setting"
+                    f"{shared} wrong answers that the full cache does not give equal those of {x}, another method, "
+                    "budget or setting"
                 )
         if doubts:
             return flag("copies", doubts[0])
