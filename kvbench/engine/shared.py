@@ -61,7 +61,9 @@ class SharedPrefill:
         self._alone: set[str] = set()
         self._kept = 1
         self._limit: int | None = None
-        self._warned = self._hidden = False
+        self._warned = False
+        self._hidden = False
+        """Whether recordings have hidden states: since a run asked whose method reads them."""
 
     def keep(self, contexts: int, model: Model, tokens: int, *, hidden: bool) -> int:
         """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many.

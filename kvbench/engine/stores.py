@@ -129,7 +129,7 @@ class Stores:
             raise InexactPrefillError(self.method.inexact_prefill)
         self.seen += recorded.ids.shape[1]
         for layer, made in enumerate(recorded.steps):
-            step = replace(made, moment=moment)
+            step = replace(made, moment=moment, hidden=made.hidden if self.method.reads_hidden else None)
             if not self._compare:
                 self._store(step, exact=True)
             elif not torch.equal(self.attend(step), recorded.outputs[layer]):
