@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import vl_convert
-from curated import SEEN, group_cells, list_cells
+from curated import NEEDLES, SEEN, group_cells, list_cells
 from pages import DOCS
 
 from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
@@ -17,11 +17,12 @@ from kvbench.runs.results import Result
 def draw_pictures(mini: Sequence[Result], smollm2: Sequence[Result], qwen: Sequence[Result]) -> None:
     """The bundled model at the greatest length, and the real ones."""
     draw_visibility(DOCS / "results-qwen.png", qwen, "Qwen2.5-Coder-1.5B, 2,048 tokens")
+    draw_visibility(DOCS / "results-smollm2-visibility.png", smollm2, "SmolLM2-135M, 1,024 tokens")
     longest = max(x.task.length for x in mini)
     for path, visibility, cost in list_pictures():
         chosen = [x for x in mini if (x.task.length, x.visibility) == (longest, visibility)]
         draw_picture(path, chosen, cost, f"mini, {SEEN[visibility]}, {longest:,} tokens")
-    hidden = [x for x in smollm2 if x.visibility == "hidden"]
+    hidden = [x for x in smollm2 if (x.task.name, x.visibility) == (NEEDLES, "hidden")]
     for suffix, cost in zip(("", "-read"), COSTS[:2], strict=True):
         draw_picture(
             DOCS / f"results-smollm2{suffix}.png", hidden, cost, "SmolLM2-135M, question hidden, 1,024 tokens"

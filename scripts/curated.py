@@ -14,10 +14,12 @@ from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.runs.results import Result
 
-MINI, SMOLLM2, SMOLLM2_TASKS = (RESULTS / x for x in ("cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks"))
-SMOLLM2_NEEDLES, LOSSLESS, TEXT, QWEN = (
+MINI, SMOLLM2, SMOLLM2_TASKS, LOSSLESS, TEXT, QWEN = (
     RESULTS / x
-    for x in ("smollm2-135m-needles", "smollm2-135m-lossless", "smollm2-135m-text", "qwen2.5-coder-1.5b")
+    for x in (
+        "cpu-2-cores", "smollm2-135m", "smollm2-135m-tasks", "smollm2-135m-lossless", "smollm2-135m-text",
+        "qwen2.5-coder-1.5b",
+    )
 )
 ANCHORS = ("full", "full-int8")
 SEEN = {"hidden": "question hidden", "first-turn": "first of five questions visible"}

@@ -5,7 +5,7 @@ The command line makes the results, and does not repeat finished runs:
     kvbench sweep scripts/sweeps/curated.toml --workers 2
     kvbench sweep scripts/sweeps/curated-more.toml --share-prefill
     kvbench sweep scripts/sweeps/smollm2.toml --workers 2 --share-prefill
-    kvbench sweep scripts/sweeps/smollm2_needles.toml --share-prefill
+    kvbench sweep scripts/sweeps/smollm2_pooling.toml --share-prefill
     kvbench sweep scripts/sweeps/smollm2_tasks.toml --workers 2
     kvbench sweep scripts/sweeps/smollm2_lossless.toml --share-prefill
     kvbench sweep scripts/sweeps/smollm2_text.toml --share-prefill
@@ -26,10 +26,11 @@ from curated import (
     HALF,
     LOSSLESS,
     MINI,
+    NEEDLES,
+    QUARTER,
     QWEN,
     SEEN,
     SMOLLM2,
-    SMOLLM2_NEEDLES,
     SMOLLM2_TASKS,
     TEXT,
     cell_of,
@@ -107,27 +108,18 @@ def real_table(results: Sequence[Result], names: Sequence[str] | None = None) ->
     return table(("method", "stored", "read", *titles, "top-1"), shown)
 
 
-def condition_table(results: Sequence[Result], others: Sequence[Result]) -> str:
-    """Accuracy by budget and visibility of the methods that have such runs; a dash where a method takes no budget.
-
-    others: results on other tasks, each in a column of its own.
-    """
-    quarter, half = group_cells(results), group_cells([x for x in results if x.budget.asked == HALF], HALF)
-    apart = group_cells(others)
-    columns = list_cells(apart)
+def condition_table(results: Sequence[Result]) -> str:
+    """Accuracy on one task by visibility and budget; a dash where a method takes no budget."""
+    groups: dict[str, dict[tuple[str, str], Result]] = {}
+    for x in results:
+        groups.setdefault(name_method(x), {})[x.visibility, x.budget.asked or QUARTER] = x
+    columns = sorted({column for runs in groups.values() for column in runs})
     rows = []
-    for name, runs in quarter.items():
-        seen, larger = ({cell[2]: score(x) for cell, x in y.items()} for y in (runs, half.get(name, {})))
-        if "visible" in seen or larger:
-            takes_budget = any(x.budget.asked for x in runs.values())
-            at_half = larger.get("hidden", "not run") if takes_budget else "-"
-            known = apart.get(name, {})
-            rows.append((
-                name, seen.get("hidden", "not run"), at_half, seen.get("visible", "not run"),
-                *(score(known[x]) if x in known else "not run" for x in columns),
-            ))
-    titles = (f"`{task}`, {seen}, 25%" for task, _, seen in columns)
-    return table(("method", "hidden, 25%", "hidden, 50%", "visible, 25%", *titles), rows)
+    for name, runs in groups.items():
+        takes_budget = any(x.budget.asked for x in runs.values())
+        missing = {QUARTER: "not run", HALF: "not run" if takes_budget else "-"}
+        rows.append((name, *(score(runs[x]) if x in runs else missing[x[1]] for x in columns)))
+    return table(("method", *(f"{seen}, {budget}" for seen, budget in columns)), rows)
 
 
 def text_table(results: Sequence[Result]) -> str:
@@ -143,12 +135,12 @@ def text_table(results: Sequence[Result]) -> str:
     return table(("method", "stored", "read", "perplexity", "top-1", "KL, nats"), rows)
 
 
-def compare_text(text: Sequence[Result], needles: Sequence[Result]) -> str:
+def compare_text(text: Sequence[Result], answers: Sequence[Result]) -> str:
     """The rank correlation of agreement on text with accuracy, over methods under the same settings."""
     def key(x: Result) -> tuple[str, str | None]:
         return name_method(x), x.budget.asked
 
-    scores = {key(x): x.score.mean for x in needles if x.visibility == "hidden"}
+    scores = {key(x): x.score.mean for x in answers}
     pairs = [(x.agreement.kl, scores[key(x)]) for x in text if x.agreement is not None]
     return (
         f"\nOver {len(pairs)} methods, Spearman's rank correlation of this KL and the accuracy above is "
@@ -249,17 +241,16 @@ def all_tables(results: Sequence[Result]) -> str:
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
-    mini, smollm2, needles, tasks, text, qwen = (
-        read_results(x) for x in (MINI, SMOLLM2, SMOLLM2_NEEDLES, SMOLLM2_TASKS, TEXT, QWEN)
-    )
-    hidden = [x for x in smollm2 if x.visibility == "hidden"]
+    mini, smollm2, tasks, text, qwen = map(read_results, (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
+    four, one = ([x for x in smollm2 if x.task.name == name] for name in (NEEDLES, "niah_single_2"))
+    hidden = [x for x in four if x.visibility == "hidden"]
     return {
-        README: {"table": real_table(smollm2, IN_README)},
+        README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real([*smollm2, *needles], text), "methods": real_table(hidden),
-            "conditions": condition_table(smollm2, needles),
-            "text": text_table(text) + compare_text(text, smollm2), "lossless": lossless_table(),
+            "source": describe_real(smollm2, text), "methods": real_table(hidden),
+            "conditions": condition_table(four), "single": condition_table(one),
+            "text": text_table(text) + compare_text(text, hidden), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
         QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},

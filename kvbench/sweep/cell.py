@@ -33,8 +33,8 @@ class SweepCell:
     """One run of a sweep."""
 
     index: int
-    grid: int
-    """Number of its [[grid]] in the file, from 1."""
+    place: str
+    """Its place in the file, e.g. `[[grid]] 2`."""
     name: str
     """Its method, and the options in which it differs from the other cells."""
     request: Request

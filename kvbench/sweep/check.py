@@ -32,7 +32,7 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
         first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
             raise UserError(
-                f"cells '{first.name}' ([[grid]] {first.grid}) and '{cell.name}' ([[grid]] {cell.grid}) are the same "
+                f"cells '{first.name}' ({first.place}) and '{cell.name}' ({cell.place}) are the same "
                 "run. Remove one of them."
             )
     return plans
@@ -68,7 +68,7 @@ def _naming(cell: SweepCell) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"cell '{cell.name}' ([[grid]] {cell.grid}): {error}") from error
+        raise UserError(f"cell '{cell.name}' ({cell.place}): {error}") from error
 
 
 def describe_run(plan: ResolvedRequest) -> str:

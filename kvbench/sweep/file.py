@@ -1,4 +1,4 @@
-"""Reads sweep files: common options, and grids in which a list means one cell per value."""
+"""Reads sweep files: options of every cell, and grids in which a list means one cell per value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 
 from kvbench.errors import UserError, unknown
 from kvbench.runs.options import Request, list_options
@@ -18,13 +18,19 @@ Setting = str | int | float | bool
 
 
 class SweepFile(BaseModel):
-    """The tables of a sweep file."""
+    """The tables of a sweep file; each grid is combined with each table of common options."""
 
     model_config = STRICT
 
     out: str = "runs"
-    run: dict[str, Any] = {}
+    run: list[dict[str, Any]] = Field([{}], min_length=1)
     grid: list[dict[str, Any]] = []
+
+    @field_validator("run", mode="before")
+    @classmethod
+    def _list_runs(cls, value: object) -> object:
+        """One [run] is a list of one [[run]]."""
+        return [value] if isinstance(value, dict) else value
 
 
 def _list_fields() -> Iterator[tuple[str, Any]]:
@@ -73,35 +79,46 @@ def read_sweep(path: Path) -> list[SweepCell]:
 
 
 def expand(file: SweepFile) -> list[SweepCell]:
-    """One cell per combination of values.
+    """One cell per combination of values, for each [[run]] in turn.
 
     Raises:
         UserError: an unknown option, a value of the wrong type, or an empty list or grid.
     """
-    _check_names(file.run, "[run]")
-    for key, value in flatten(file.run):
-        if isinstance(value, list):
-            raise UserError(f"[run]: {key} is a list. Put lists in a [[grid]].")
     if not file.grid:
         raise UserError("the sweep has no [[grid]]. Add one with at least a method.")
-    found: list[tuple[int, dict[str, Any], Request]] = []
-    for number, table in enumerate(file.grid, 1):
-        where = f"[[grid]] {number}"
-        _check_names(table, where)
-        if not table:
-            raise UserError(f'{where} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
-        for given in _combine(table, where):
-            options = {**file.run, **given}
-            for name in TABLES:
-                common, own = file.run.get(name), given.get(name)
-                if isinstance(common, dict) and isinstance(own, dict):
-                    options[name] = {**common, **own}
+    found: list[tuple[str, dict[str, Any], Request]] = []
+    for number, run in enumerate(file.run, 1):
+        whence = "[run]" if len(file.run) == 1 else f"[[run]] {number}"
+        _check_names(run, whence)
+        for key, value in flatten(run):
+            if isinstance(value, list):
+                raise UserError(f"{whence}: {key} is a list. Put lists in a [[grid]].")
+        for place, given in _list_given(file.grid):
+            options = merge(run, given)
             try:
                 request = make_request(options, Path(file.out))
             except ValidationError as error:
-                raise UserError(f"{where}, [run] included: {explain(error)}. See `kvbench run --help`.") from error
-            found.append((number, options, request))
+                raise UserError(f"{place}, {whence} included: {explain(error)}. See `kvbench run --help`.") from error
+            found.append((place if len(file.run) == 1 else f"{whence}, {place}", options, request))
     return _name(found)
+
+
+def _list_given(grids: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The options that the grids give, one combination at a time, each with the grid's place in the file."""
+    for number, table in enumerate(grids, 1):
+        place = f"[[grid]] {number}"
+        _check_names(table, place)
+        if not table:
+            raise UserError(f'{place} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
+        for given in _combine(table, place):
+            yield place, given
+
+
+def merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A grid with the options of [run]; its own options take precedence."""
+    tables = {key: {**common[key], **value} for key, value in own.items()
+              if isinstance(value, dict) and isinstance(common.get(key), dict)}
+    return {**common, **own, **tables}
 
 
 def _combine(table: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -134,16 +151,16 @@ def flatten(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _name(found: list[tuple[int, dict[str, Any], Request]]) -> list[SweepCell]:
+def _name(found: list[tuple[str, dict[str, Any], Request]]) -> list[SweepCell]:
     """Cells, each named after its method and the options that vary between cells."""
     flat = [dict(flatten(options)) for _, options, _ in found]
     keys = sorted(dict.fromkeys(key for x in flat for key in x), key=lambda x: NAMES.index(x.partition(".")[0]))
     varying = [x for x in keys if x != "method" and any(y.get(x) != flat[0].get(x) for y in flat)]
     cells = []
-    for index, (number, _, request) in enumerate(found):
+    for index, (place, _, request) in enumerate(found):
         own = {x: as_text(flat[index][x]) for x in varying if x in flat[index]}
         name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
-        cells.append(SweepCell(index=index, grid=number, name=name, request=request, options=own))
+        cells.append(SweepCell(index=index, place=place, name=name, request=request, options=own))
     return cells
 
 

@@ -17,7 +17,7 @@ from kvbench.registry import HERE
 from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result, SuiteRecord
 from kvbench.sweep.cell import CellReport, SweepCell
-from kvbench.sweep.file import SweepFile, as_text, expand, flatten
+from kvbench.sweep.file import SweepFile, as_text, expand, flatten, merge
 from kvbench.toml import STRICT, read_toml
 
 FOLDER = HERE / "tasks" / "suites"
@@ -52,7 +52,7 @@ class Suite(BaseModel):
         Raises:
             UserError: no run matches the options, or the suite's tables are not a valid sweep.
         """
-        grid = [_merge(self.run, table) for table in self.grid]
+        grid = [merge(self.run, table) for table in self.grid]
         for key, value in flatten(given):
             found = [x for x in (_narrow(table, key, value) for table in grid) if x is not None]
             if not found:
@@ -121,13 +121,6 @@ def read_suite(path: Path) -> Suite:
     if any("method" in table for table in (suite.run, *suite.grid)):
         raise UserError(f"{path}: a suite must not name a method. Remove it, and use --method.")
     return suite
-
-
-def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A grid with the options of [run]; its own options take precedence."""
-    tables = {key: {**common[key], **value} for key, value in own.items()
-              if isinstance(value, dict) and isinstance(common.get(key), dict)}
-    return {**common, **own, **tables}
 
 
 def _narrow(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any] | None:

@@ -99,7 +99,7 @@ def make_cells(methods, folder, model, **options):
     )
     return [
         SweepCell(
-            index=i, grid=1, name=name, options={},
+            index=i, place="[[grid]] 1", name=name, options={},
             request=replace(
                 request, method=name, budget=BUDGET if takes_budget(name) else None,
                 method_settings=SETTINGS.get(name, ()),

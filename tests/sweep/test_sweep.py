@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from kvbench.errors import UserError
 from kvbench.log import say_once
 from kvbench.runs import prepare as preparation
 from kvbench.runs import sample
@@ -114,10 +116,10 @@ def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
     cells = expand(SweepFile(run=run, grid=grids))
     flat = [{**x, **{f"set.{k}": v for k, v in x.get("set", {}).items()}} for x in grids]
     sizes = [math.prod(len(v) if isinstance(v, list) else 1 for k, v in x.items() if k != "set") for x in flat]
-    assert [sum(x.grid == i + 1 for x in cells) for i in range(len(grids))] == sizes
+    assert [sum(x.place == f"[[grid]] {i + 1}" for x in cells) for i in range(len(grids))] == sizes
     assert [x.index for x in cells] == list(range(len(cells)))
     for number in range(len(grids)):
-        mine = [x for x in cells if x.grid == number + 1]
+        mine = [x for x in cells if x.place == f"[[grid]] {number + 1}"]
         assert len({(x.name, x.request) for x in mine}) == len(mine)
         assert [x.request.method for x in mine] == sorted(
             (x.request.method for x in mine), key=grids[number]["method"].index
@@ -130,6 +132,37 @@ def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
 
 def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
+
+
+def test_each_of_several_runs_takes_every_grid():
+    """In the order of the file, with the run's place in the names of places."""
+    runs = [{"task": "niah", "seed": 1, "set": {"window": 8}}, {"task": "niah", "visibility": "visible"}]
+    grids = [{"method": ["snapkv", "h2o"]}, {"method": "tova", "seed": 2, "set": {"kernel": 3}}]
+    cells = expand(SweepFile(run=runs, grid=grids))
+    alone = [x for run in runs for x in expand(SweepFile(run=run, grid=grids))]
+    assert [x.request for x in cells] == [x.request for x in alone]
+    assert [x.place for x in cells] == [f"[[run]] {i}, [[grid]] {j}" for i in (1, 2) for j in (1, 1, 2)]
+    assert [x.name for x in cells] == [
+        "snapkv seed=1 set.window=8", "h2o seed=1 set.window=8", "tova seed=2 set.window=8 set.kernel=3",
+        "snapkv visibility=visible", "h2o visibility=visible", "tova visibility=visible seed=2 set.kernel=3",
+    ]
+
+
+@pytest.mark.parametrize(("second", "grid", "message"), [
+    ({"seed": [1]}, {"method": "full"}, r"^\[\[run\]\] 2: seed is a list"),
+    ({"sed": 1}, {"method": "full"}, r"unknown option 'sed'.*In \[\[run\]\] 2"),
+    ({"seed": "1"}, {"method": "full"}, r"^\[\[grid\]\] 1, \[\[run\]\] 2 included: seed = '1'"),
+])
+def test_an_error_names_the_run_of_several(second, grid, message):
+    """By its number in the file."""
+    with pytest.raises(UserError, match=message):
+        expand(SweepFile(run=[{"task": "niah"}, {"task": "niah", **second}], grid=[grid]))
+
+
+def test_an_empty_list_of_runs_is_refused():
+    """It would make no cells."""
+    with pytest.raises(ValidationError, match=r"run\n.*at least 1 item"):
+        SweepFile(run=[], grid=[{"method": "full"}])
 
 
 def test_every_option_of_run_can_be_in_a_sweep():
@@ -506,7 +539,9 @@ def follow_cells(monkeypatch, count):
     now = itertools.count(100.0, 10.0)
     monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
     request = Request(method="full", task="niah", samples=20)
-    cells = [SweepCell(index=i, grid=1, name=f"cell {i}", request=request, options={}) for i in range(count)]
+    cells = [
+        SweepCell(index=i, place="[[grid]] 1", name=f"cell {i}", request=request, options={}) for i in range(count)
+    ]
     return cells, SweepProgress(cells, lambda _: None)
 
 
