@@ -171,9 +171,7 @@ def bench_sweep() -> dict[str, Any]:
 
     def spend(folder: str, *, share: bool) -> float:
         cells = [
-            SweepCell(
-                index=i, grid=1, name=name, options={}, request=replace(request, method=name, out=Path(folder))
-            )
+            SweepCell(i, name, replace(request, method=name, out=Path(folder)), {})
             for i, name in enumerate(SWEPT)
         ]
         started = time.process_time()

@@ -86,7 +86,7 @@ def _measure(
     for name, same in _find_duplicates(requests).items():
         notes[name] = "no effect: the same run" if same == rerun.name else f"the same run as {same}"
         del requests[name]
-    cells = [SweepCell(i, 1, name, replace(x, out=out), {}) for i, (name, x) in enumerate(requests.items())]
+    cells = [SweepCell(i, name, replace(x, out=out), {}) for i, (name, x) in enumerate(requests.items())]
     reports = dict(zip(requests, run_cells(cells) if cells else [], strict=True))
     base = mine
     for name, report in reports.items():

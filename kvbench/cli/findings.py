@@ -40,7 +40,7 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
         key: replace(x, out=out, samples=min(samples or x.samples, x.samples))
         for key, x in shape.requests(findings).items()
     }
-    cells = [SweepCell(i, 1, key, x, {}) for i, (key, x) in enumerate(requests.items())]
+    cells = [SweepCell(i, key, x, {}) for i, (key, x) in enumerate(requests.items())]
     if dry_run:
         return show_prediction(cells, 1, as_json=as_json)
     reports = run_cells(cells, workers=len(os.sched_getaffinity(0)))

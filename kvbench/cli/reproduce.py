@@ -181,7 +181,7 @@ def _cell(index: int, request: Request) -> SweepCell:
     options = {"budget": request.budget, "task": request.task, "length": request.length, "model": request.model}
     own = {key: str(value) for key, value in options.items() if value is not None}
     name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
-    return SweepCell(index=index, place=f"run {index + 1}", name=name, request=request, options=own)
+    return SweepCell(index, name, request, own)
 
 
 def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:

@@ -33,13 +33,18 @@ class SweepCell:
     """One run of a sweep."""
 
     index: int
-    place: str
-    """Its place in the file, e.g. `[[grid]] 2`."""
     name: str
     """Its method, and the options in which it differs from the other cells."""
     request: Request
     options: dict[str, str]
     """Those options with their values."""
+    place: str | None = None
+    """Its place in a sweep file, e.g. `[[grid]] 2`."""
+
+    @property
+    def label(self) -> str:
+        """Name and place, for messages."""
+        return f"'{self.name}' ({self.place})" if self.place else f"'{self.name}'"
 
     @property
     def model_key(self) -> tuple[str | None, ...]:

@@ -31,10 +31,7 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
         request = cell.request  # without the device map, which is not part of a run's identity
         first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
         if first is not cell:
-            raise UserError(
-                f"cells '{first.name}' ({first.place}) and '{cell.name}' ({cell.place}) are the same "
-                "run. Remove one of them."
-            )
+            raise UserError(f"cells {first.label} and {cell.label} are the same run. Remove one of them.")
     return plans
 
 
@@ -68,7 +65,7 @@ def _naming(cell: SweepCell) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"cell '{cell.name}' ({cell.place}): {error}") from error
+        raise UserError(f"cell {cell.label}: {error}") from error
 
 
 def describe_run(plan: ResolvedRequest) -> str:

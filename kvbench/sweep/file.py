@@ -160,7 +160,7 @@ def _name(found: list[tuple[str, dict[str, Any], Request]]) -> list[SweepCell]:
     for index, (place, _, request) in enumerate(found):
         own = {x: as_text(flat[index][x]) for x in varying if x in flat[index]}
         name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
-        cells.append(SweepCell(index=index, place=place, name=name, request=request, options=own))
+        cells.append(SweepCell(index, name, request, own, place))
     return cells
 
 

@@ -24,7 +24,7 @@ def make_cell(batch: str | None = "4", **options):
     """A cell on a GPU."""
     options = {"method": "snapkv", "task": "niah", "model": MODEL, "length": 4096, "device": "cuda"} | options
     number = next(NUMBER)
-    return SweepCell(number, 1, f"cell {number}", Request(batch=batch, **options), {})
+    return SweepCell(number, f"cell {number}", Request(batch=batch, **options), {})
 
 
 def test_cells_share_a_gpu_as_far_as_its_memory_goes():

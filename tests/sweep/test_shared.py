@@ -98,13 +98,9 @@ def make_cells(methods, folder, model, **options):
         method="", task=f"{TOYS}:Toy", model=str(model), length=220, samples=2, device="cpu", out=folder, **options
     )
     return [
-        SweepCell(
-            index=i, place="[[grid]] 1", name=name, options={},
-            request=replace(
-                request, method=name, budget=BUDGET if takes_budget(name) else None,
-                method_settings=SETTINGS.get(name, ()),
-            ),
-        )
+        SweepCell(i, name, replace(
+            request, method=name, budget=BUDGET if takes_budget(name) else None, method_settings=SETTINGS.get(name, ()),
+        ), {})
         for i, name in enumerate(methods)
     ]
 

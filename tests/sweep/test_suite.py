@@ -316,7 +316,7 @@ def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_pa
 
     def averaged(*results: Result, templates: tuple[str, ...] = ("own", "own", "own", "own")) -> list[SuiteMean]:
         requests = [Request("last", x.task.name, template=y) for x, y in zip(results, templates, strict=False)]
-        cells = [SweepCell(i, 1, "", x, {}) for i, x in enumerate(requests)]
+        cells = [SweepCell(i, "", x, {}) for i, x in enumerate(requests)]
         return list(average([CellReport(x, "ok", result=y) for x, y in zip(cells, results, strict=True)]))
 
     def altered(result: Result, mean: float, **change: object) -> Result:

@@ -539,9 +539,7 @@ def follow_cells(monkeypatch, count):
     now = itertools.count(100.0, 10.0)
     monkeypatch.setattr("kvbench.sweep.progress.time.monotonic", lambda: next(now))
     request = Request(method="full", task="niah", samples=20)
-    cells = [
-        SweepCell(index=i, place="[[grid]] 1", name=f"cell {i}", request=request, options={}) for i in range(count)
-    ]
+    cells = [SweepCell(i, f"cell {i}", request, {}) for i in range(count)]
     return cells, SweepProgress(cells, lambda _: None)
 
 
