@@ -139,7 +139,7 @@ class ReadingMethod(Method):
         return self.rows * layer.kv_heads * (layer.key_dim + layer.value_dim) * shape.itemsize
 
 
-def mark_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:
+def mark_ends_and_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:
     """Mark `count` entries of every head: the first and the last ones, and of the others the best. [B, H, n] bool"""
     scores = scores.clone()
     scores[..., :first] = torch.inf

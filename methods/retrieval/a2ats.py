@@ -17,7 +17,7 @@ from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import plain_keys
 from kvbench.techniques.calibration import calibrate, calibrated
 from kvbench.techniques.clustering import cluster, nearest
-from kvbench.techniques.reading import ReadingMethod, mark_best
+from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -125,7 +125,7 @@ class A2ATS(ReadingMethod):
         scores = table.new_zeros((*table.shape[:3], seen))
         places = codes[:, :, None].expand(-1, -1, table.shape[2], -1)
         scores[..., self.sinks : seen - self.recent] = table.gather(3, places)
-        return kv.read(step, mark_best(scores, self.rows, self.sinks, self.recent).any(2))
+        return kv.read(step, mark_ends_and_best(scores, self.rows, self.sinks, self.recent).any(2))
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the codewords and their metric, and of the entries' codes."""

@@ -12,7 +12,7 @@ from kvbench.constraints import Natural, Positive
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.store.chosen import ChosenKV
-from kvbench.techniques.reading import ReadingMethod, mark_best
+from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ArkVale(ReadingMethod):
         scores = promise.new_zeros((*promise.shape[:2], kv.indexed))
         scores[:, :, self.sinks * self.page : last * self.page] = promise
         mask = torch.ones((*promise.shape[:2], seen), dtype=torch.bool, device=promise.device)
-        mask[:, :, : kv.indexed] = mark_best(
+        mask[:, :, : kv.indexed] = mark_ends_and_best(
             scores, self.rows, self.sinks * self.page, kv.indexed - last * self.page
         )
         return kv.read(step, mask)

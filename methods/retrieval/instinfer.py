@@ -14,7 +14,7 @@ from kvbench.kernels.ragged_attention import Partial, merge_partials
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Shape, Step, resolved
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
-from kvbench.techniques.reading import ReadingMethod, mark_best
+from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 SUM_BYTES = 4
 
@@ -167,7 +167,7 @@ class InstInfer(ReadingMethod):
         covered = magnitude.gather(3, part).sum(-1) / magnitude.sum(-1).clamp_min(1e-12)  # [B, H_kv, G]
         logits = grouped.gather(3, part) @ keys * step.scale / covered.clamp_min(1e-12).sqrt()[..., None]
         shares = logits.softmax(-1)  # [B, H_kv, G, n]
-        mask = mark_best(shares.sum(2), self.rows, 0, self.last)
+        mask = mark_ends_and_best(shares.sum(2), self.rows, 0, self.last)
         chosen = kv.read(step, mask)
         alpha = (shares * mask[:, :, None]).sum(-1).flatten(1)[..., None]  # [B, H_q, 1]
         mean = (kv.add_value(step.value) / seen).repeat_interleave(grouped.shape[2], dim=1)

@@ -14,7 +14,7 @@ from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.clustering import cluster, nearest
-from kvbench.techniques.reading import ReadingMethod, mark_best
+from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PQCache(ReadingMethod):
         logits = self.approximate(kv, step, seen - self.last)
         shares = logits.new_zeros((*logits.shape[:2], seen))
         shares[..., self.sinks : seen - self.last] = (logits * step.scale).softmax(-1).sum(2)
-        return kv.read(step, mark_best(shares, self.rows, self.sinks, self.last))
+        return kv.read(step, mark_ends_and_best(shares, self.rows, self.sinks, self.last))
 
     def approximate(self, kv: ChosenKV, step: Step, stop: int) -> Tensor:
         """Products of a token's queries with the quantized keys after the sinks. [B, H_kv, G, n]"""

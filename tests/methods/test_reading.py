@@ -15,7 +15,7 @@ from kvbench.methods.baseline.full import Full
 from kvbench.registry import find_method, list_entries
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.clustering import cluster, cluster_segments, count_clusters, sort_by_label
-from kvbench.techniques.reading import ReadingMethod, mark_best, mark_units, unit_of_entries
+from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best, mark_units, unit_of_entries
 
 READING = sorted(
     x.name for x in list_entries("method") if x.models == "autoregressive" and issubclass(x.load(), ReadingMethod)
@@ -128,7 +128,7 @@ def test_units_are_taken_whole_from_the_best_on():
 
 def test_the_first_and_last_entries_are_marked_before_the_best():
     """By hand: one first and two last entries of six, and the best of the others."""
-    mask = mark_best(torch.tensor([[[0.0, 1.0, 3.0, 2.0, -9.0, -8.0]]]), 4, 1, 2)
+    mask = mark_ends_and_best(torch.tensor([[[0.0, 1.0, 3.0, 2.0, -9.0, -8.0]]]), 4, 1, 2)
     assert mask.int().tolist() == [[[1, 0, 1, 0, 1, 1]]]
 
 
