@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from chart_results import draw_pictures
@@ -46,13 +46,17 @@ from curated import (
 )
 from pages import MINI_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
 
+from kvbench.analysis.load import load_run
 from kvbench.analysis.metrics import Metric
+from kvbench.analysis.power import find_detectable_between
 from kvbench.registry import find_method
 from kvbench.reproduce.findings.numbers import spearman
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
+NEAR = 0.15
+"""A score this close to the full cache's is near it."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
 
 
@@ -120,6 +124,31 @@ def condition_table(results: Sequence[Result]) -> str:
         missing = {QUARTER: "not run", HALF: "not run" if takes_budget else "-"}
         rows.append((name, *(score(runs[x]) if x in runs else missing[x[1]] for x in columns)))
     return table(("method", *(f"{seen}, {budget}" for seen, budget in columns)), rows)
+
+
+def power_note(results: Sequence[Result], folder: Path) -> str:
+    """The difference that the questions can detect, by how many answers of a run near the full cache differ from its.
+
+    results: runs of one task, each with one question per context.
+    """
+    (full,) = (x for x in results if x.method.name == "full")
+    assert full.score.mean is not None, full.run_id
+    wanted = load_run(folder / full.run_id).lines
+    shares = []
+    for x in results:
+        assert x.score.mean is not None, x.run_id
+        if x is not full and abs(x.score.mean - full.score.mean) <= NEAR:
+            found = load_run(folder / x.run_id).lines
+            shares.append(fmean(found[key].score != line.score for key, line in wanted.items()))
+    usual, most = (find_detectable_between(len(wanted), x) for x in (median(shares), max(shares)))
+    assert usual is not None, full.run_id
+    assert most is not None, full.run_id
+    return (
+        f"\nThe scores of {len(shares)} runs with a {full.visibility} question are within {100 * NEAR:.0f} points of "
+        f"the full cache's. Their answers differ from its on {100 * median(shares):.0f} % of the {len(wanted)} "
+        f"questions (median), and on {100 * max(shares):.0f} % at most: at these shares a difference of "
+        f"{100 * usual:.0f} and of {100 * most:.0f} points can be detected (80 % power, p < 0.05 without adjustment).\n"
+    )
 
 
 def text_table(results: Sequence[Result]) -> str:
@@ -243,13 +272,13 @@ def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     mini, smollm2, tasks, text, qwen = map(read_results, (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
     four, one = ([x for x in smollm2 if x.task.name == name] for name in (NEEDLES, "niah_single_2"))
-    hidden = [x for x in four if x.visibility == "hidden"]
+    hidden, visible = ([x for x in four if x.visibility == seen] for seen in ("hidden", "visible"))
     return {
         README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_real(smollm2, text), "methods": real_table(hidden),
-            "conditions": condition_table(four), "single": condition_table(one),
+            "conditions": condition_table(four) + power_note(visible, SMOLLM2), "single": condition_table(one),
             "text": text_table(text) + compare_text(text, hidden), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,7 +88,25 @@ def find_detectable(n: int, accuracy: float | None = None) -> float | None:
         second = first - x
         return _power(n, first * (1 - second), second * (1 - first))
 
-    low, high = 0.0, 1.0 if best is None else best
+    return _find_least(power, 1.0 if best is None else best)
+
+
+def find_detectable_between(n: int, unequal: float) -> float | None:
+    """The smallest difference that the test detects between two methods of which this share of the answers differ.
+
+    Args:
+        n: questions.
+        unequal: share of the questions that one of the methods answers and the other does not.
+
+    Returns:
+        The difference, between 0 and `unequal`; None where n questions cannot detect any.
+    """
+    return _find_least(lambda x: _power(n, (unequal + x) / 2, (unequal - x) / 2), unequal)
+
+
+def _find_least(power: Callable[[float], float], most: float) -> float | None:
+    """The least difference up to `most` that is detected with probability POWER."""
+    low, high = 0.0, most
     if power(high) < POWER:
         return None
     while high - low > 1e-4:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
-from kvbench.analysis.power import find_detectable
+from kvbench.analysis.power import find_detectable, find_detectable_between
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
 from kvbench.runs.stats import bootstrap_interval, find_interval
 
@@ -315,6 +315,24 @@ def test_the_detectable_difference_has_the_stated_power():
         a, b = rng.random((1000, n)) < first, rng.random((1000, n)) < first - x
         found = np.mean([flip_signs(list(d)) < ALPHA for d in a.astype(float) - b])
         assert found == pytest.approx(0.8, abs=0.04)
+
+
+@pytest.mark.slow
+def test_the_difference_detectable_between_two_methods_has_the_stated_power():
+    """Simulated at that difference, where the methods' answers differ in the given share of the questions."""
+    rng = np.random.default_rng(11)
+    for n, unequal in ((40, 0.5), (100, 0.25)):
+        x = find_detectable_between(n, unequal)
+        side = rng.random((1000, n))
+        differences = (side < (unequal + x) / 2).astype(float) - (side > 1 - (unequal - x) / 2)
+        found = np.mean([flip_signs(list(d)) < ALPHA for d in differences])
+        assert found == pytest.approx(0.8, abs=0.04)
+
+
+def test_answers_that_hardly_differ_hide_no_detectable_difference():
+    """Of 100 questions, five that only one method answers are never significant, and many more need a margin."""
+    assert find_detectable_between(100, 0.05) is None
+    assert 0.13 < find_detectable_between(100, 0.25) < 0.16 < find_detectable_between(100, 0.4) < 0.2
 
 
 @pytest.mark.slow
