@@ -88,18 +88,18 @@ def expand(file: SweepFile) -> list[SweepCell]:
         raise UserError("the sweep has no [[grid]]. Add one with at least a method.")
     found: list[tuple[str, dict[str, Any], Request]] = []
     for number, run in enumerate(file.run, 1):
-        whence = "[run]" if len(file.run) == 1 else f"[[run]] {number}"
-        _check_names(run, whence)
+        source = "[run]" if len(file.run) == 1 else f"[[run]] {number}"
+        _check_names(run, source)
         for key, value in flatten(run):
             if isinstance(value, list):
-                raise UserError(f"{whence}: {key} is a list. Put lists in a [[grid]].")
+                raise UserError(f"{source}: {key} is a list. Put lists in a [[grid]].")
         for place, given in _list_given(file.grid):
             options = merge(run, given)
             try:
                 request = make_request(options, Path(file.out))
             except ValidationError as error:
-                raise UserError(f"{place}, {whence} included: {explain(error)}. See `kvbench run --help`.") from error
-            found.append((place if len(file.run) == 1 else f"{whence}, {place}", options, request))
+                raise UserError(f"{place}, {source} included: {explain(error)}. See `kvbench run --help`.") from error
+            found.append((place if len(file.run) == 1 else f"{source}, {place}", options, request))
     return _name(found)
 
 
