@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pages import RESULTS
 
-from kvbench.analysis.load import load_run
+from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method
 from kvbench.runs.results import Result
@@ -31,15 +31,22 @@ Cell = tuple[str, int, str]
 
 
 @functools.cache
-def read_results(folder: Path) -> list[Result]:
-    """Every result of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
+def read_runs(folder: Path) -> list[FinishedRun]:
+    """Every run of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
     runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
-    results = [x.result for x in runs]
-    names = {x.method.name for x in results}
+    names = {x.result.method.name for x in runs}
     order = [*ANCHORS, *sorted(names - set(ANCHORS))]
-    return sorted(
-        results, key=lambda x: (order.index(x.method.name), x.task.length, x.visibility, ratio(x), float(read(x)[:-1]))
-    )
+
+    def place(run: FinishedRun) -> tuple[int, int, str, float, float]:
+        x = run.result
+        return order.index(x.method.name), x.task.length, x.visibility, ratio(x), float(read(x)[:-1])
+
+    return sorted(runs, key=place)
+
+
+def read_results(folder: Path) -> list[Result]:
+    """The results of the folder's runs, in their order."""
+    return [x.result for x in read_runs(folder)]
 
 
 def ratio(result: Result) -> float:

@@ -41,12 +41,13 @@ from curated import (
     ratio,
     read,
     read_results,
+    read_runs,
     score,
     setting,
 )
 from pages import MINI_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
 
-from kvbench.analysis.load import load_run
+from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.power import find_detectable_between
 from kvbench.registry import find_method
@@ -126,20 +127,19 @@ def condition_table(results: Sequence[Result]) -> str:
     return table(("method", *(f"{seen}, {budget}" for seen, budget in columns)), rows)
 
 
-def power_note(results: Sequence[Result], folder: Path) -> str:
+def power_note(runs: Sequence[FinishedRun]) -> str:
     """The difference that the questions can detect, by how many answers of a run near the full cache differ from its.
 
-    results: runs of one task, each with one question per context.
+    runs: of one task and visibility, each with one question per context.
     """
-    (full,) = (x for x in results if x.method.name == "full")
+    (baseline,) = (x for x in runs if x.result.method.name == "full")
+    full, wanted = baseline.result, baseline.lines
     assert full.score.mean is not None, full.run_id
-    wanted = load_run(folder / full.run_id).lines
     shares = []
-    for x in results:
-        assert x.score.mean is not None, x.run_id
-        if x is not full and abs(x.score.mean - full.score.mean) <= NEAR:
-            found = load_run(folder / x.run_id).lines
-            shares.append(fmean(found[key].score != line.score for key, line in wanted.items()))
+    for x in runs:
+        assert x.result.score.mean is not None, x.result.run_id
+        if x is not baseline and abs(x.result.score.mean - full.score.mean) <= NEAR:
+            shares.append(fmean(x.lines[key].score != line.score for key, line in wanted.items()))
     usual, most = (find_detectable_between(len(wanted), x) for x in (median(shares), max(shares)))
     assert usual is not None, full.run_id
     assert most is not None, full.run_id
@@ -272,13 +272,14 @@ def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     mini, smollm2, tasks, text, qwen = map(read_results, (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
     four, one = ([x for x in smollm2 if x.task.name == name] for name in (NEEDLES, "niah_single_2"))
-    hidden, visible = ([x for x in four if x.visibility == seen] for seen in ("hidden", "visible"))
+    hidden = [x for x in four if x.visibility == "hidden"]
+    visible = [x for x in read_runs(SMOLLM2) if (x.result.task.name, x.result.visibility) == (NEEDLES, "visible")]
     return {
         README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_real(smollm2, text), "methods": real_table(hidden),
-            "conditions": condition_table(four) + power_note(visible, SMOLLM2), "single": condition_table(one),
+            "conditions": condition_table(four) + power_note(visible), "single": condition_table(one),
             "text": text_table(text) + compare_text(text, hidden), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
