@@ -92,7 +92,7 @@ def find_detectable(n: int, accuracy: float | None = None) -> float | None:
 
 
 def find_detectable_between(n: int, unequal: float) -> float | None:
-    """The smallest difference that the test detects between two methods of which this share of the answers differ.
+    """The smallest difference that the test detects between methods whose answers differ on this share of questions.
 
     Args:
         n: questions.

@@ -63,7 +63,7 @@ class SharedPrefill:
         self._limit: int | None = None
         self._warned = False
         self._hidden = False
-        """Whether recordings have hidden states: since a run asked whose method reads them."""
+        """Whether recordings hold hidden states, as they do once a method of a run reads them."""
 
     def keep(self, contexts: int, model: Model, tokens: int, *, hidden: bool) -> int:
         """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many.

@@ -86,9 +86,10 @@ def expand(file: SweepFile) -> list[SweepCell]:
     """
     if not file.grid:
         raise UserError("the sweep has no [[grid]]. Add one with at least a method.")
+    several = len(file.run) > 1
     found: list[tuple[str, dict[str, Any], Request]] = []
     for number, run in enumerate(file.run, 1):
-        source = "[run]" if len(file.run) == 1 else f"[[run]] {number}"
+        source = f"[[run]] {number}" if several else "[run]"
         _check_names(run, source)
         for key, value in flatten(run):
             if isinstance(value, list):
@@ -99,7 +100,7 @@ def expand(file: SweepFile) -> list[SweepCell]:
                 request = make_request(options, Path(file.out))
             except ValidationError as error:
                 raise UserError(f"{place}, {source} included: {explain(error)}. See `kvbench run --help`.") from error
-            found.append((place if len(file.run) == 1 else f"{source}, {place}", options, request))
+            found.append((f"{source}, {place}" if several else place, options, request))
     return _name(found)
 
 
