@@ -1,4 +1,4 @@
-"""Reads sweep files: options of every cell, and grids in which a list means one cell per value."""
+"""Reads sweep files: common options and grids, in which a list means one cell per value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Setting = str | int | float | bool
 
 
 class SweepFile(BaseModel):
-    """The tables of a sweep file; each grid is combined with each table of common options."""
+    """The tables of a sweep file, in which a list means one cell per value; each grid is combined with each run."""
 
     model_config = STRICT
 
@@ -87,15 +87,15 @@ def expand(file: SweepFile) -> list[SweepCell]:
     if not file.grid:
         raise UserError("the sweep has no [[grid]]. Add one with at least a method.")
     several = len(file.run) > 1
+    runs = {f"[[run]] {number}" if several else "[run]": table for number, table in enumerate(file.run, 1)}
+    grids = {f"[[grid]] {number}": table for number, table in enumerate(file.grid, 1)}
+    for place, table in (runs | grids).items():
+        _check(table, place)
+    if empty := next((place for place, table in grids.items() if not table), None):
+        raise UserError(f'{empty} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
     found: list[tuple[str, dict[str, Any], Request]] = []
-    for number, run in enumerate(file.run, 1):
-        source = f"[[run]] {number}" if several else "[run]"
-        _check_names(run, source)
-        for key, value in flatten(run):
-            if isinstance(value, list):
-                raise UserError(f"{source}: {key} is a list. Put lists in a [[grid]].")
-        for place, given in _list_given(file.grid):
-            options = merge(run, given)
+    for (source, run), (place, grid) in itertools.product(runs.items(), grids.items()):
+        for options in _combine(merge(run, grid)):
             try:
                 request = make_request(options, Path(file.out))
             except ValidationError as error:
@@ -104,35 +104,32 @@ def expand(file: SweepFile) -> list[SweepCell]:
     return _name(found)
 
 
-def _list_given(grids: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The options that the grids give, one combination at a time, each with the grid's place in the file."""
-    for number, table in enumerate(grids, 1):
-        place = f"[[grid]] {number}"
-        _check_names(table, place)
-        if not table:
-            raise UserError(f'{place} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
-        for given in _combine(table, place):
-            yield place, given
+def _check(table: Mapping[str, Any], place: str) -> None:
+    """Refuse unknown options, empty lists and lists with a value twice."""
+    for name in table:
+        if name not in NAMES:
+            raise unknown("option", name, NAMES, f"In {place}.")
+    for key, value in flatten(table):
+        if value == []:
+            raise UserError(f"{place}: {key} is an empty list, which makes no cell. Give values, or remove it.")
+        values = value if isinstance(value, list) else []
+        if twice := [x for i, x in enumerate(values) if x in values[:i]]:
+            raise UserError(f"{place}: {key} has {twice[0]!r} twice, which is the same run. Remove one.")
 
 
 def merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A grid with the options of [run]; its own options take precedence."""
-    tables = {key: {**common[key], **value} for key, value in own.items()
-              if isinstance(value, dict) and isinstance(common.get(key), dict)}
-    return {**common, **own, **tables}
+    """The options of a [run] before those of a grid, which take precedence; tables are merged entry by entry."""
+    rest = {key: value for key, value in common.items() if key not in own}
+    return rest | {
+        key: merge(common[key], value) if isinstance(value, dict) and isinstance(common.get(key), dict) else value
+        for key, value in own.items()
+    }
 
 
-def _combine(table: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """The cross product of the lists in a grid; the last list varies fastest."""
-    axes: list[tuple[str, list[Any]]] = []
-    for key, value in flatten(table):
-        if value == []:
-            raise UserError(f"{where}: {key} is an empty list, which makes no cell. Give values, or remove it.")
-        values = value if isinstance(value, list) else [value]
-        if twice := [x for i, x in enumerate(values) if x in values[:i]]:
-            raise UserError(f"{where}: {key} has {twice[0]!r} twice, which is the same run. Remove one.")
-        axes.append((key, values))
-    for combination in itertools.product(*(x for _, x in axes)):
+def _combine(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The cross product of the lists in a table; the last list varies fastest."""
+    axes = [(key, value if isinstance(value, list) else [value]) for key, value in flatten(table)]
+    for combination in itertools.product(*(values for _, values in axes)):
         cell: dict[str, Any] = {}
         for (key, _), value in zip(axes, combination, strict=True):
             option, _, setting = key.partition(".")
@@ -163,12 +160,6 @@ def _name(found: list[tuple[str, dict[str, Any], Request]]) -> list[SweepCell]:
         name = " ".join([request.method, *(f"{key}={value}" for key, value in own.items())])
         cells.append(SweepCell(index, name, request, own, place))
     return cells
-
-
-def _check_names(table: Mapping[str, Any], where: str) -> None:
-    for name in table:
-        if name not in NAMES:
-            raise unknown("option", name, NAMES, f"In {where}.")
 
 
 def as_text(value: object) -> str:

@@ -115,9 +115,6 @@ def read_suite(path: Path) -> Suite:
         UserError: the file cannot be read, names a method, or is not a valid suite.
     """
     suite = read_toml(path, Suite, "suite file", "See docs/suites.md.")
-    for key, value in flatten(suite.run):
-        if isinstance(value, list):
-            raise UserError(f"{path}: {key} in [run] is a list. Put lists in a [[grid]].")
     if any("method" in table for table in (suite.run, *suite.grid)):
         raise UserError(f"{path}: a suite must not name a method. Remove it, and use --method.")
     return suite

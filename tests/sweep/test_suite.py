@@ -263,7 +263,7 @@ BAD = [
     (HEAD, "[[grid]]\ntaks = 'kv'\n", "unknown option 'taks'. Did you mean 'task'?"),
     (HEAD, "[[grid]]\ntask = 'kw'\n", "unknown task 'kw'. Did you mean 'kv'?"),
     (HEAD, f"{GRID}length = '3'\n", "length = '3' should be a valid integer"),
-    (HEAD, f"{GRID}{GRID}", "are the same run"), (HEAD, f"[run]\nseed = [1]\n{GRID}", "seed in [run] is a list"),
+    (HEAD, f"{GRID}{GRID}", "are the same run"), (HEAD, f"[run]\nseed = []\n{GRID}", "seed is an empty list"),
     (HEAD.replace("toys", "ruler-mini"), GRID, "'ruler-mini' is the name of a bundled suite. Choose another name."),
     ("name = \n", GRID, "is not TOML: Invalid value (at line 1, column 8)"),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from kvbench.runs.files import locked, read_lines
 from kvbench.runs.options import Request
 from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.check import check_cells
-from kvbench.sweep.file import NAMES, SweepFile, expand, read_sweep
+from kvbench.sweep.file import NAMES, SweepFile, as_text, expand, read_sweep
 from kvbench.sweep.local import WorkerPool
 from kvbench.sweep.progress import SweepProgress
 
@@ -106,32 +105,53 @@ GRIDS = st.fixed_dictionaries({"method": st.lists(VALUES["method"], min_size=1, 
 ), min_size=1)})
 
 
-@given(st.lists(GRIDS, min_size=1, max_size=3), st.fixed_dictionaries({"task": st.just("niah")}, optional={
-    "seed": VALUES["seed"], "set": st.fixed_dictionaries({"window": st.integers(1, 9)}),
-}))
+RUNS = st.fixed_dictionaries({"task": st.just("niah") | st.just(["niah", "kv"])}, optional={
+    key: VALUES[key] | st.lists(VALUES[key], min_size=1, max_size=2, unique=True) for key in ("seed", "budget")
+} | {"set": st.fixed_dictionaries({"window": st.integers(1, 9)})})
+
+
+@given(st.lists(GRIDS, min_size=1, max_size=3), RUNS)
 @settings(max_examples=60, deadline=None)
-def test_a_grid_is_the_cross_product_of_its_lists(grids, run):
-    """One cell per combination, in the order of the file; [run] fills in missing options."""
-    grids = [{"method": x["method"], **x} for x in grids]  # the first key changes last
+def test_cells_are_the_cross_product_of_lists(grids, run):
+    """Of [run] without the options that the grid has, then of the grid; the last list changes fastest."""
     cells = expand(SweepFile(run=run, grid=grids))
-    flat = [{**x, **{f"set.{k}": v for k, v in x.get("set", {}).items()}} for x in grids]
-    sizes = [math.prod(len(v) if isinstance(v, list) else 1 for k, v in x.items() if k != "set") for x in flat]
-    assert [sum(x.place == f"[[grid]] {i + 1}" for x in cells) for i in range(len(grids))] == sizes
     assert [x.index for x in cells] == list(range(len(cells)))
-    for number in range(len(grids)):
-        mine = [x for x in cells if x.place == f"[[grid]] {number + 1}"]
-        assert len({(x.name, x.request) for x in mine}) == len(mine)
-        assert [x.request.method for x in mine] == sorted(
-            (x.request.method for x in mine), key=grids[number]["method"].index
-        )
-        for cell in mine:
-            assert cell.request.seed in {*_listed(grids[number].get("seed", run.get("seed", 0)))}
-            window = _listed(flat[number].get("set.window", run.get("set", {}).get("window", [])))
-            assert not window or any(f"window={x}" in cell.request.method_settings for x in window)
+    for number, grid in enumerate(grids, 1):
+        own = _flat(grid)
+        lists = {key: _listed(x) for key, x in _flat(run).items() if key not in own}
+        lists |= {key: _listed(x) for key, x in own.items()}
+        wanted = [dict(zip(lists, x, strict=True)) for x in itertools.product(*lists.values())]
+        mine = [x.request for x in cells if x.place == f"[[grid]] {number}"]
+        assert [{key: _read(x, key) for key in lists} for x in mine] == [
+            {key: as_text(x) for key, x in cell.items()} for cell in wanted
+        ]
+
+
+def _flat(table: dict) -> dict[str, object]:
+    """Its options in order, those of `set` by their own names."""
+    parts = ({f"set.{name}": y for name, y in x.items()} if key == "set" else {key: x} for key, x in table.items())
+    return {key: x for part in parts for key, x in part.items()}
+
+
+def _read(request: Request, key: str) -> str:
+    """An option of a request as its text."""
+    if key.startswith("set."):
+        return dict(x.split("=") for x in request.method_settings)[key.removeprefix("set.")]
+    return as_text(getattr(request, key))
 
 
 def _listed(value: object) -> list:
     return value if isinstance(value, list) else [value]
+
+
+def test_lists_of_a_run_are_combined_with_each_grid():
+    """Those of its tables, too; a grid's value replaces the whole list."""
+    run = {"task": ["niah", "kv"], "seed": [1, 2], "set": {"window": [8, 16]}}
+    cells = expand(SweepFile(run=run, grid=[{"method": "snapkv"}, {"method": "h2o", "seed": 3}]))
+    assert [x.name for x in cells] == [
+        f"{method} task={task} seed={seed} set.window={window}" for method, seeds in (("snapkv", (1, 2)), ("h2o", (3,)))
+        for task in ("niah", "kv") for seed in seeds for window in (8, 16)
+    ]
 
 
 def test_each_of_several_runs_takes_every_grid():
@@ -149,7 +169,7 @@ def test_each_of_several_runs_takes_every_grid():
 
 
 @pytest.mark.parametrize(("second", "grid", "message"), [
-    ({"seed": [1]}, {"method": "full"}, r"^\[\[run\]\] 2: seed is a list"),
+    ({"seed": []}, {"method": "full"}, r"^\[\[run\]\] 2: seed is an empty list"),
     ({"sed": 1}, {"method": "full"}, r"unknown option 'sed'.*In \[\[run\]\] 2"),
     ({"seed": "1"}, {"method": "full"}, r"^\[\[grid\]\] 1, \[\[run\]\] 2 included: seed = '1'"),
 ])
@@ -184,7 +204,8 @@ BAD = [
     (f"{LAST_GRID}[grid.set]\nkind = []\n", "", "[[grid]] 1: set.kind is an empty list"),
     (f'{LAST_GRID}bugdet = "10%"\n', "", "unknown option 'bugdet'. Did you mean 'budget'?"),
     (LAST_GRID, "sed = 1\n", "unknown option 'sed'. Did you mean 'seed'?"),
-    (LAST_GRID, "seed = [1, 2]\n", "[run]: seed is a list"),
+    (LAST_GRID, "seed = []\n", "[run]: seed is an empty list"),
+    (LAST_GRID, "seed = [1, 1]\n", "[run]: seed has 1 twice"),
     (LAST_GRID, "[rum]\n", "unknown key 'rum'. Did you mean 'run'?"),
     ("[[grid]]\nseed = 1\n", "", "method is missing"),
     (f'{LAST_GRID}samples = "4"\n', "", "samples = '4' should be a valid integer"),
