@@ -56,7 +56,7 @@ class EpiCache(Method):
 
     card: ClassVar[Card] = Card(
         name="epicache",
-        version="2",
+        version="3",
         title="EpiCache: Episodic KV Cache Management for Long Conversational Question Answering",
         idea="The segments of a long conversation are clustered into episodes, and each episode gets a compressed "
         "cache of the whole conversation, built in blocks so that memory stays bounded. Each question uses one.",
@@ -68,7 +68,8 @@ class EpiCache(Method):
         heads="independent",
         upstream=Upstream(repo="apple/ml-epicache", commit="b742661", license=None),
         deviations=(
-            "Segments are equal numbers of tokens; the authors take four utterances, which a plain context lacks.",
+            ("Segments are equal numbers of tokens, those of the chat template before the context included; the authors "
+            "take four utterances, which a plain context lacks, and leave the system prompt out."),
             ("Segments are embedded by the model's own token embeddings by default, and not by a sentence embedder of "
             "0.6 billion parameters; the paper's ablation has a variant with the model's embeddings."),
             "Every KV head keeps equally many entries (the authors' `pair-uniform`), and every layer too.",
@@ -165,7 +166,7 @@ class EpiCache(Method):
         centers = session.layers[0].state.get("centers")  # [B, episodes, D]
         if centers is None:
             return
-        vectors = self.embed(session.model, list(ids))
+        vectors = self.embed(session.model, [cut_template(session.model, x) for x in ids])
         chosen = (centers @ vectors[..., None])[..., 0].argmax(1).tolist()
         for store in session.layers:
             assert isinstance(store, EpisodicKV)
@@ -270,6 +271,19 @@ class EpisodePass(Method):
                 logits = logits.masked_fill(~(seen if seen.dim() == 2 else seen[:, :, None]), -torch.inf)
             best = torch.maximum(best, logits.softmax(-1).nan_to_num().amax((2, 3)))
         return best
+
+
+def cut_template(model: Model, ids: Tensor) -> Tensor:
+    """The question without the chat template's text around it and the start of the answer. [T]"""
+    frame, found = Frame.of(model.tokenizer), tuple(ids.tolist())
+    middle, tail = (tokenize(model.tokenizer, x or "", special=False) for x in (frame.middle, frame.tail))
+    if middle and found[: len(middle)] == middle:
+        found = found[len(middle) :]
+    for start in range(len(found) - len(tail), 0, -1):
+        if tail and found[start : start + len(tail)] == tail:
+            found = found[:start]
+            break
+    return ids.new_tensor(found)
 
 
 def take_entries(store: LayerKV) -> dict[str, Tensor]:

@@ -11,10 +11,13 @@ import torch
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.hf import load_model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method
 from kvbench.methods.eviction import epicache
-from kvbench.methods.eviction.epicache import EpiCache, cluster
+from kvbench.methods.eviction.epicache import EpiCache, cluster, cut_template
+from kvbench.text.template import Frame
+from kvbench.text.tokens import tokenize
 
 SEGMENT = 10
 PROMPT = 1 + 2 * SEGMENT
@@ -161,6 +164,38 @@ def test_a_question_takes_the_nearest_episode_and_another_brings_the_first_back(
         labels = cluster(session.method.embed(model, list(context.split(SEGMENT))), 2)[1].tolist()
         assert frozen[:2] == [held[labels[0]], held[labels[1]]]  # the first two segments are of the two topics
         assert {x.loads for x in session.layers} == {4}  # the last segment's first
+
+
+def test_the_chat_template_around_a_question_does_not_route_it(chat_mini):
+    """The text before a later question, the assistant's header and the start of the answer are left out."""
+    model = load_model(str(chat_mini), "cpu", "float32")
+    frame = Frame.of(model.tokenizer)
+    assert frame.middle and frame.tail
+
+    def read(text):
+        return torch.tensor(tokenize(model.tokenizer, text, special=False))
+
+    question = read("Which number?")
+    for before, after in ((0, 0), (0, 1), (1, 1)):
+        asked = torch.cat([read(frame.middle * before), question, read(frame.tail * after), read("Answer:" * after)])
+        assert cut_template(model, asked).tolist() == question.tolist()
+    plain = tiny_model()
+    assert cut_template(plain, ids(9)).tolist() == ids(9).tolist()
+
+
+def test_the_question_s_words_choose_the_episode(monkeypatch):
+    """With a tail of many tokens of the other topic the same episode is loaded as without."""
+    model, context, question = tiny_model(), topics(), ids(6, seed=50, low=32)
+    other = context[:SEGMENT].repeat(3)
+    monkeypatch.setattr(Frame, "of", lambda _: Frame("", "tail", "", None, special=False))
+    monkeypatch.setattr(epicache, "tokenize", lambda _, text, special: tuple(other.tolist()) if text == "tail" else ())
+    chosen = []
+    for asked in (question, torch.cat([question, other]), torch.cat([other[1:], question])):
+        with open_with(model, context) as session:
+            session.prefill(context)
+            session.question(asked, 2)
+            chosen.append([x.frozen.position.tolist() for x in session.layers])
+    assert chosen[0] == chosen[1] != chosen[2]  # the last has no tail, so that its many tokens of the other topic count
 
 
 def test_sequences_of_a_batch_have_clusters_and_routes_of_their_own():
