@@ -34,6 +34,12 @@ class FileTierError(UserError):
     """A file of entries could not be written or read: the run stops, no sample has failed, and it can be resumed."""
 
 
+class DeviceLostError(UserError):
+    """The CUDA context is unusable by this process: what is finished is saved, and the same command continues."""
+
+    exit_code = 3
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:
     """The error for an unknown name, with the nearest allowed name and the list of all, or a few.
 

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_label: ContextVar[str] = ContextVar("label", default="")
 
 
 def say(message: str) -> None:
-    """Print one line to the log."""
-    print(message, file=sys.stderr, flush=True)  # noqa: T201  # this is the log
+    """Print one line to the log, after the label of the context if there is one."""
+    label = _label.get()
+    print(f"{label}: {message}" if label else message, file=sys.stderr, flush=True)  # noqa: T201  # this is the log
+
+
+@contextmanager
+def labeling(name: str) -> Iterator[None]:
+    """Put a name before every line of the log, such as that of the run that several take turns with."""
+    token = _label.set(name)
+    try:
+        yield
+    finally:
+        _label.reset(token)
 
 
 @functools.cache

@@ -76,6 +76,19 @@ def has_bfloat16_units() -> bool:
     return True
 
 
+def is_device_lost() -> bool:
+    """Whether an error has made the CUDA context unusable, such as an illegal address: every later call raises it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def ram_bytes() -> int:
     """Bytes of physical memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

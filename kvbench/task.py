@@ -247,7 +247,7 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     """Tokenize an example; context and turns are tokenized separately, so their ids are the same in every mode.
 
     Raises:
-        UserError: the parts of the example are not its context.
+        UserError: the parts of the example are not its context, or a reference answer is empty.
     """
     frame = frame or task.frame(tokenizer)
     joint = task.joint if example.joint is None else example.joint
@@ -258,17 +258,22 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     if example.parts and "".join(example.parts) != example.context:
         raise UserError(f"example {example.id}: its parts do not make up its context. Join them without a separator.")
     whole = (tokenize(tokenizer, frame.head + left(example.context), special=frame.special),)
+    turns = tuple(
+        EncodedTurn(
+            first=ids(right(joint + turn.question) + frame.tail + turn.prefix),
+            later=ids(middle + strip(turn.question) + frame.tail + turn.prefix),
+            answer=ids(right(turn.answer) if turn.prefix else strip(turn.answer)),
+            choices=tuple(ids(choice) for choice in turn.choices),
+        )
+        for turn in example.turns
+    )
+    if not all(x.answer for x in turns):
+        raise UserError(
+            f"example {example.id}: a reference answer is empty, and methods are compared on its tokens. Give each "
+            "question an answer."
+        )
     return Encoded(
-        context=tuple(chain.from_iterable(parts or whole)), parts=parts, earlier=tuple(earlier),
-        turns=tuple(
-            EncodedTurn(
-                first=ids(right(joint + turn.question) + frame.tail + turn.prefix),
-                later=ids(middle + strip(turn.question) + frame.tail + turn.prefix),
-                answer=ids(right(turn.answer) if turn.prefix else strip(turn.answer)),
-                choices=tuple(ids(choice) for choice in turn.choices),
-            )
-            for turn in example.turns
-        ),
+        context=tuple(chain.from_iterable(parts or whole)), parts=parts, earlier=tuple(earlier), turns=turns
     )
 
 

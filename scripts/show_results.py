@@ -128,7 +128,7 @@ def condition_table(results: Sequence[Result]) -> str:
 
 
 def power_note(runs: Sequence[FinishedRun]) -> str:
-    """The difference that the questions can detect, by how many answers of a run near the full cache differ from its.
+    """The difference that the questions can detect, by how many scores of a run near the full cache differ from its.
 
     runs: of one task and visibility, each with one question per context.
     """
@@ -145,7 +145,7 @@ def power_note(runs: Sequence[FinishedRun]) -> str:
     assert most is not None, full.run_id
     return (
         f"\nThe scores of {len(shares)} runs with a {full.visibility} question are within {100 * NEAR:.0f} points of "
-        f"the full cache's. Their answers differ from its on {100 * median(shares):.0f} % of the {len(wanted)} "
+        f"the full cache's. Their scores differ from its on {100 * median(shares):.0f} % of the {len(wanted)} "
         f"questions (median), and on {100 * max(shares):.0f} % at most: at these shares a difference of "
         f"{100 * usual:.0f} and of {100 * most:.0f} points can be detected (80 % power, p < 0.05 without adjustment).\n"
     )

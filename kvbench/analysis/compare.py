@@ -49,8 +49,8 @@ class Difference:
 
     @property
     def too_few(self) -> bool:
-        """Whether no result of these contexts could be significant."""
-        return self.p_adjusted is not None and self.least_p >= ALPHA
+        """Whether no result of these contexts could be significant, unless others that are compared with it are."""
+        return self.p_adjusted is not None and min(self.p_adjusted, self.least_p) >= ALPHA
 
     @property
     def within_noise(self) -> bool | None:
@@ -207,8 +207,8 @@ def find_regressions(runs: Sequence[FinishedRun]) -> list[Regressions]:
     """Regressions of each run against the first run of the full cache that shares questions with it."""
     whole = [x for x in runs if x.result.status == "ok"]
     full = [x for x in whole if is_full(x.result)]
-    pairs = ([(x, other, _pair(x, other)) for x in full] for other in whole if other not in full)
-    return [_regress(*next(x for x in several if x[2])) for several in pairs if any(x[2] for x in several)]
+    bases = ((next((x for x in full if _pair(x, other)), None), other) for other in whole if not is_full(other.result))
+    return [_regress(base, other, _pair(base, other)) for base, other in bases if base is not None]
 
 
 def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:

@@ -8,11 +8,12 @@ from functools import partial
 
 from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.measure import Measured, measure
-from kvbench.bench.outcome import DeviceLostError, Failure, attempt, free_device_memory
+from kvbench.bench.outcome import Failure, attempt, free_device_memory
 from kvbench.bench.records import BenchCell, Predicted, Time
 from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
 from kvbench.budget import Budget
+from kvbench.errors import DeviceLostError
 from kvbench.kernels.choice import using
 from kvbench.method import Method
 from kvbench.runs.spec import MethodSpec

@@ -16,6 +16,7 @@ from kvbench.bench.records import Outcome
 from kvbench.bench.references import WrongKernelError
 from kvbench.errors import UserError
 from kvbench.log import say
+from kvbench.machine import is_device_lost
 
 T = TypeVar("T")
 EXPLAINED = (WrongStepError, WrongKernelError)
@@ -32,12 +33,6 @@ class Failure:
     """True if the CUDA context is unusable, so that nothing more can be timed in this process."""
 
 
-class DeviceLostError(UserError):
-    """The CUDA context is unusable; the cells so far are saved, and the same command continues with the others."""
-
-    exit_code = 3
-
-
 def attempt(make: Callable[[], T]) -> T | Failure:
     """Return the result of a call, or its failure. After a failure, the call's memory is freed."""
     failure = None
@@ -51,7 +46,7 @@ def attempt(make: Callable[[], T]) -> T | Failure:
         else:
             if not isinstance(error, EXPLAINED):
                 say(traceback.format_exc())
-            failure = Failure("failed", _first_line(error), device_lost=_is_device_lost())
+            failure = Failure("failed", _first_line(error), device_lost=is_device_lost())
     gc.collect()  # outside the except block, whose traceback would keep the call's tensors alive
     if torch.cuda.is_available() and not failure.device_lost:
         free_device_memory()
@@ -71,17 +66,6 @@ def free_device_memory() -> None:
         torch.cuda.empty_cache()
     with suppress(RuntimeError, AttributeError):  # an internal function of torch
         torch._C._host_emptyCache()  # noqa: SLF001
-
-
-def _is_device_lost() -> bool:
-    """True if an error has made the CUDA context unusable, such as an illegal address: every later call raises it."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _first_line(error: Exception) -> str:

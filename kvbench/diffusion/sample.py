@@ -23,7 +23,7 @@ from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, cap_new_tokens
 from kvbench.runs.journal import BaselineLine, CacheBytes, DenoisingLine, Effect, Line, Times, TokenCounts
-from kvbench.runs.lines import SampleFailedError, fail, score_answer, turn_facts
+from kvbench.runs.lines import SampleFailedError, fail, score_answer, stop_if_lost, turn_facts
 from kvbench.task import Encoded, Example, Turn
 
 
@@ -62,6 +62,7 @@ def fill_sample(job: Job, index: int, example: Example, encoded: Encoded) -> lis
 
     Raises:
         SampleFailedError: a turn raised an error.
+        DeviceLostError: it made the GPU unusable.
     """
     lines: list[Line] = []
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -72,6 +73,7 @@ def fill_sample(job: Job, index: int, example: Example, encoded: Encoded) -> lis
         except UserError:
             raise
         except Exception as error:
+            stop_if_lost(job, f"sample {index}", error)
             seconds = time.perf_counter() - wall
             lines.append(fail(example, index, number, error, encoded.prompt_hash, started, seconds))
             raise SampleFailedError(lines) from error

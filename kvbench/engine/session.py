@@ -186,18 +186,29 @@ class Session(Stores):
                 branch.resume()
                 self.answer_started = now(self.model.device)
                 tokens = yield from branch.generate_passes(max_new_tokens, stop)
+                branch.check_logits()
                 self.credit(branch)
             self.remember(history)
             return tokens
         self.resume()
         self.answer_started = now(self.model.device)
         tokens = yield from self.generate_passes(max_new_tokens, stop)
+        self.check_logits()
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")
         self.pending = last if last[0] else []
         self.ledger.note_layers()
         return tokens
+
+    def check_logits(self) -> None:
+        """Refuse logits that are not numbers (`UserError`): entries that are not make those of all later tokens so."""
+        assert self.logits is not None
+        if bool(self.logits.isnan().any()):
+            raise UserError(
+                f"the model's logits are not numbers (NaN) in {self.model.dtype}. Use --dtype bfloat16 or float32: "
+                "their range is larger than float16's."
+            )
 
     def resume(self) -> None:
         """Prepare every layer for an answer; this belongs to the time to its first token."""
@@ -258,6 +269,7 @@ class Session(Stores):
             logits = yield from request(self, chunk, moment, chunk.shape[1])
             taken.append(take(chunk, torch.cat([self.logits[:, None], logits[:, :-1]], dim=1)))
             self.logits = logits[:, -1]
+        self.check_logits()
         self.ledger.note_layers()
         return torch.cat(taken, dim=1)
 

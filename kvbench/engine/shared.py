@@ -91,12 +91,27 @@ class SharedPrefill:
         proves = spec.run_id not in self._proven and self._first.setdefault(spec.run_id, key) == key
         recording, need = self._held.pop(key, (None, 0))
         if recording is None or (proves and not recording.passes[0].outputs) or (hidden and not recording.hidden):
-            recording, need = None, self._predict(model, len(context), outputs=proves)
-            if not self._make_room(model, need, len(context)):
+            need = self._predict(model, len(context), outputs=proves)
+            recording = self._record(model, context, spec, need, outputs=proves)
+            if recording is None:
+                if proves:
+                    self.retract(spec)
                 return None, False
-            recording = record(model, context, spec.chunk, spec.kernels, outputs=proves, hidden=self._hidden)
         self._held[key] = recording, need
         return recording, proves
+
+    def _record(
+        self, model: Model, context: Sequence[int], spec: RunSpec, need: int, *, outputs: bool
+    ) -> Recording | None:
+        """Run the prefill; None if there is no memory for its recording."""
+        if not self._make_room(model, need, len(context)):
+            return None
+        try:
+            return record(model, context, spec.chunk, spec.kernels, outputs=outputs, hidden=self._hidden)
+        except torch.OutOfMemoryError:
+            say(f"no memory to share a context of {len(context)} tokens: {spec.method.name} runs it alone.")
+            self._held.clear()
+            return None
 
     @property
     def _bytes(self) -> int:
@@ -131,6 +146,11 @@ class SharedPrefill:
     def accept(self, spec: RunSpec) -> None:
         """Note that the run's attention equals the recorded one."""
         self._proven.add(spec.run_id)
+
+    def retract(self, spec: RunSpec) -> None:
+        """Compare on the next context, if the first one ended before the run's attention was accepted."""
+        if spec.run_id not in self._proven:
+            self._first.pop(spec.run_id, None)
 
     def refuse(self, spec: RunSpec, reason: str) -> None:
         """Note that the run's method must run every context alone."""

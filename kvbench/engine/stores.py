@@ -102,10 +102,7 @@ class Stores:
 
     def attend(self, step: Step) -> Tensor:
         """Store a step's entries, compute its attention, and let the method evict. [B, H_q, T, D_v]"""
-        if self.method.shares_layers:
-            if step.layer == 0:
-                self._shared = {}
-            step = replace(step, shared=self._shared)
+        step = self._share(step)
         places = self._places.pop(step.layer, None)
         if places is not None:  # the other tokens skip this layer
             ids = None if step.ids is None else step.ids.gather(1, places)
@@ -143,6 +140,7 @@ class Stores:
 
         exact: require that the method holds every entry and passes attention on unchanged (`InexactPrefillError`).
         """
+        step = self._share(step)
         kv = self.layers[step.layer]
         kv.append(step)
         new = step.key.shape[2]
@@ -152,6 +150,14 @@ class Stores:
         if not observe(self.method, kv, step) and exact:
             raise InexactPrefillError("its attention in the prefill is not the store's.")
         self._evict(kv, step)
+
+    def _share(self, step: Step) -> Step:
+        """The step with what the layers of this pass have in common, empty at the first one."""
+        if not self.method.shares_layers:
+            return step
+        if step.layer == 0:
+            self._shared = {}
+        return replace(step, shared=self._shared)
 
     def _evict(self, kv: LayerKV, step: Step) -> None:
         if step.moment is Moment.DECODE:

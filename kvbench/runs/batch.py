@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, zip_longest
@@ -18,7 +20,7 @@ from kvbench.hf import attached
 from kvbench.log import say
 from kvbench.machine import ram_bytes
 from kvbench.runs.journal import BatchLine, Line
-from kvbench.runs.lines import SampleFailedError
+from kvbench.runs.lines import SampleFailedError, stop_if_lost
 from kvbench.runs.sample import converse, run_sample
 from kvbench.task import Encoded, Example, Mode
 
@@ -65,8 +67,8 @@ def group_samples(samples: Iterable[Made], job: Job, shared: SharedPrefill | Non
 
 def run_batch(
     job: Job, group: Sequence[Made], shared: SharedPrefill | None, *, compare: bool
-) -> list[tuple[list[Line], SampleFailedError | None]]:
-    """Run samples together. Returns the lines of each, without times, and its failure.
+) -> list[tuple[list[Line], str | None]]:
+    """Run samples together. Returns the lines of each, without times, and the traceback of its failure.
 
     If one raises, each is run alone, so that it fails alone. compare: answer the first question alone, too, and count
     the tokens that differ.
@@ -84,13 +86,11 @@ def run_batch(
         lines, _ = run_one(job, cut_to_first(group[0]), shared, agreement=False)
         tokens, different = count_different(done[0][0][:1], lines)
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
-    marked: list[tuple[list[Line], SampleFailedError | None]] = []
-    for place, (lines, failure) in enumerate(done):
-        update = {"times": None, "batch": BatchLine(size=size, alone=alone), "seconds": seconds}
-        marked.append(([x.model_copy(update=update) for x in lines], failure))
-        if place == 0 and tokens is not None:
-            compared = BatchLine(size=size, tokens=tokens, different=different)
-            marked[0][0][0] = marked[0][0][0].model_copy(update={"batch": compared})
+    update = {"times": None, "batch": BatchLine(size=size, alone=alone), "seconds": seconds}
+    marked = [([x.model_copy(update=update) for x in lines], failure) for lines, failure in done]
+    if tokens is not None:
+        compared = BatchLine(size=size, tokens=tokens, different=different)
+        marked[0][0][0] = marked[0][0][0].model_copy(update={"batch": compared})
     return marked
 
 
@@ -105,20 +105,26 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
         return _run_together(job, group, None)
     except Exception as error:  # noqa: BLE001  # of a method, on one of the samples
         numbers = ", ".join(str(x[0]) for x in group)
+        stop_if_lost(job, f"samples {numbers}", error)
         say(f"a batch of samples {numbers} raised {type(error).__name__}: they are run one at a time.")
-        return None
+    if shared is not None:
+        shared.retract(job.spec)
+    gc.collect()
+    return None
 
 
 def run_one(
     job: Job, made: Made, shared: SharedPrefill | None, *, agreement: bool = True
-) -> tuple[list[Line], SampleFailedError | None]:
-    """Run one sample, one question at a time. Returns its lines and its failure."""
+) -> tuple[list[Line], str | None]:
+    """Run one sample, one question at a time. Returns its lines and the traceback of its failure."""
     try:
         if job.model.masking is None:
             return run_sample(job, *made, shared, agreement=agreement), None
         return fill_sample(job, *made), None
     except SampleFailedError as failure:
-        return failure.lines, failure
+        lines, trace = failure.lines, "".join(traceback.format_exception(failure.__cause__))
+    gc.collect()  # the exception is gone, whose frames would keep the sample's tensors next to those of the next one
+    return lines, trace
 
 
 def cut_to_first(made: Made) -> Made:
@@ -179,8 +185,9 @@ def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capac
     stores = [fitted.layer(x) for x in range(len(shape.layers))]
     copied = stored if any(x.bounded or x.entry_state for x in stores) else 0
     contexts, questions = divide_batch(batch, spec)
+    forks = spec.turns if spec.mode is Mode.MULTI_TURN and questions > 1 else questions  # one for each turn (ask_ahead)
     full = 2 * shape.full_bytes + fitted.running_bytes(shape)
-    return full + contexts * (stored + later + questions * (2 * later + copied))
+    return full + contexts * (stored + later + forks * (2 * later + copied))
 
 
 def _total_bytes(device: str) -> int:

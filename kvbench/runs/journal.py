@@ -281,7 +281,8 @@ class Line(Record):
     """From the task, such as keys and depths."""
     started: str
     seconds: float
-    """Time of this turn with the harness, without the full cache's run for `agreement`."""
+    """Time of this turn with the harness, without the full cache's run for `agreement`; of turns that were run together
+    an equal share of the time of all, such runs included."""
     error: str | None
 
 

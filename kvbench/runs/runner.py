@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
-from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.runs.summary import describe_mixed, find_machines, summarize
@@ -152,12 +150,12 @@ def _run_missing(
             with using(job.spec.kernels) as ran:
                 if job.spec.batch > 1:
                     done = run_batch(job, group, shared, compare=compares)
-                    compares = False
+                    compares = compares and all(x[0].batch is None or x[0].batch.tokens is None for x, _ in done)
                 else:
                     done = [run_one(job, group[0], shared)]
-            for (index, _, _), (lines, failure) in zip(group, done, strict=True):
-                if failure is not None:
-                    _log_failure(job.folder, index, failure, failures)
+            for (index, _, _), (lines, trace) in zip(group, done, strict=True):
+                if trace is not None:
+                    _log_failure(job.folder, index, str(lines[-1].error), trace, failures)
                 journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
             if progress is not None:
                 progress.advance(len(journal.finished))
@@ -167,11 +165,11 @@ def _run_missing(
                 say(f"{count - 1} more samples failed alike: {error}")
 
 
-def _log_failure(folder: Path, index: int, failure: SampleFailedError, failures: Counter[str]) -> None:
-    """Write the traceback to the log, and say the failure the first time. failures: how often each happened."""
-    path, error = folder / "errors.log", str(failure)
+def _log_failure(folder: Path, index: int, error: str, trace: str, failures: Counter[str]) -> None:
+    """Write the traceback to the log, and say the error the first time. failures: how often each happened."""
+    path = folder / "errors.log"
     failures[error] += 1
     if failures[error] == 1:
         say(f"sample {index} failed: {error} (traceback in {path})")
     with saving(path), path.open("a", encoding="utf-8") as file:
-        file.write(f"sample {index}\n{''.join(traceback.format_exception(failure.__cause__))}\n")
+        file.write(f"sample {index}\n{trace}\n")

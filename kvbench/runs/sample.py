@@ -22,7 +22,7 @@ from kvbench.engine.timing import now
 from kvbench.errors import FileTierError
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, Times, TokenCounts
-from kvbench.runs.lines import SampleFailedError, fail, score_answer, turn_facts
+from kvbench.runs.lines import SampleFailedError, fail, score_answer, stop_if_lost, turn_facts
 from kvbench.runs.reply import Reply, choose_passes, decode_plainly, read_reply
 from kvbench.runs.spec import RunSpec, find_origin
 from kvbench.store.chunks import ChunkStore
@@ -54,6 +54,7 @@ def run_sample(
 
     Raises:
         SampleFailedError: a turn raised.
+        DeviceLostError: it made the GPU unusable.
     """
     lines: list[Line] = []
     begun = time.perf_counter()
@@ -67,6 +68,9 @@ def run_sample(
     except FileTierError:
         raise  # the sample did not fail: it can be run again
     except Exception as error:
+        stop_if_lost(job, f"sample {index}", error)
+        if shared is not None:
+            shared.retract(job.spec)
         del lines[len(example.turns) - 1 :]  # if closing the session raised, the last turn failed
         seconds = time.perf_counter() - begun - sum(x.seconds for x in lines)
         lines.append(fail(example, index, len(lines), error, encoded.prompt_hash, started, seconds))

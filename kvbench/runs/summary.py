@@ -255,8 +255,12 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     shared = len({x.index for x in lines if x.shared_prefill})
     if shared:
         return f"{shared} contexts took a prefill that other runs of the sweep share"
-    size = max((x.batch.size for x in lines if x.batch is not None), default=None)
-    return None if size is None else f"answers were decoded in batches of up to {size}"
+    found = _batch(lines)
+    if found is None:
+        return None
+    if found.size == 1:
+        return f"a batch was asked for, but {found.alone}"
+    return f"answers were decoded in batches of up to {found.size}"
 
 
 def _lossless(lines: Sequence[Line]) -> LosslessResult | None:

@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.errors import UserError
-from kvbench.log import say
+from kvbench.errors import DeviceLostError, UserError
+from kvbench.log import labeling, say
 from kvbench.runs.job import Job
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
@@ -161,28 +162,30 @@ def run_group(
 ) -> Iterator[CellReport]:
     """Run the missing samples of cells and yield their reports; every exception but Ctrl-C becomes a failed report.
 
-    Several cells take turns, sample by sample or batch by batch, and share the prefills of their contexts.
+    Several cells take turns, sample by sample or batch by batch, and share the prefills of their contexts. Lines of the
+    log have the cell's name.
 
     Args:
         cells: the cells, of one model.
         cache: holds the last loaded model.
         advance: called with a cell and the number of its finished samples after each sample.
+
+    Raises:
+        InterruptedRunError: Ctrl-C.
+        DeviceLostError: the GPU has become unusable by this process.
     """
     shared = None
     if len(cells) > 1:
         from kvbench.engine.shared import SharedPrefill
 
         shared = SharedPrefill()
-    waiting: list[tuple[int, int, Generator[int, None, CellReport]]] = []
-    for place, cell in enumerate(cells):
-        steps = _run_steps(cell, cache, partial(advance, cell), shared)
-        waiting.append((-1, place, steps))
+    runs = [_run_steps(x, cache, partial(advance, x), shared) for x in cells]
+    waiting = [(-1, place) for place in range(len(cells))]  # the next sample of each run
     while waiting:
-        first = min(waiting, key=lambda x: x[:2])
-        waiting.remove(first)
-        _, place, steps = first
+        _, place = heappop(waiting)
         try:
-            waiting.append((next(steps), place, steps))
+            with labeling(cells[place].name):
+                heappush(waiting, (next(runs[place]), place))
         except StopIteration as end:
             yield end.value
 
@@ -199,12 +202,12 @@ def _run_steps(
         cache.put(cell, job.loaded)
         _wait_for(job.folder)
         outcome = yield from run_samples(job, CountCallback(advance), shared)
-    except InterruptedRunError:
+    except (InterruptedRunError, DeviceLostError):
         raise
     except UserError as error:
         return CellReport(cell, "failed", str(error), None if job is None else job.folder)
     except Exception as error:  # noqa: BLE001  # a bug in a method or task must not stop the other cells
-        say(f"{cell.name}: {traceback.format_exc()}")
+        say(traceback.format_exc())
         return CellReport(cell, "failed", describe(error), None if job is None else job.folder)
     result = outcome.result
     return CellReport(cell, result.status, result.error, outcome.folder, outcome.existing, result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING
+
+from kvbench.errors import DeviceLostError
+from kvbench.log import say
 
 if TYPE_CHECKING:
     from kvbench.sweep.cell import SweepCell
@@ -130,7 +134,7 @@ class WorkerPool:
             self._remove(worker)
             return
         if isinstance(message, str):
-            self.progress.receive(worker.cells[0], message)
+            say(message)
         elif isinstance(message, tuple):
             self.progress.receive(*message)
         else:
@@ -216,3 +220,6 @@ def _work(connection: Connection) -> None:
                     connection.send(report)
             except (EOFError, OSError):
                 return
+            except DeviceLostError as error:  # the cells go on in a new process
+                say(str(error))
+                sys.exit(error.exit_code)

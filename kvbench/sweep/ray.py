@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import DeviceLostError, UserError, unknown
 from kvbench.log import say
 from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, group_cells, run_group
 from kvbench.sweep.gpu import count_beside, gives_times
@@ -140,7 +140,11 @@ def work(group: Sequence[SweepCell], folder: Path, queue: Any) -> list[CellRepor
     if folder.is_dir():
         os.chdir(folder)
     with redirect_stderr(LineWriter(partial(queue.put.remote, group[0].index))):
-        return list(run_group(group, MODEL_CACHE, lambda cell, done: queue.put.remote(cell.index, done)))
+        try:
+            return list(run_group(group, MODEL_CACHE, lambda cell, done: queue.put.remote(cell.index, done)))
+        except DeviceLostError as error:
+            say(str(error))
+            os._exit(error.exit_code)  # Ray starts the task again in another process
 
 
 def _task(group: Sequence[SweepCell], memory: int) -> Any:
@@ -180,7 +184,10 @@ def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport]:
 
 def _pass_on(queue: Any, cells: Sequence[SweepCell], progress: SweepProgress) -> None:
     for index, message in load_ray().get(queue.take.remote()):
-        progress.receive(cells[index], message)
+        if isinstance(message, str):
+            say(message)
+        else:
+            progress.receive(cells[index], message)
 
 
 class MessageQueue:

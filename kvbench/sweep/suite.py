@@ -151,9 +151,11 @@ def save_suite(suite: Suite, method: str, runs: Sequence[str], out: Path) -> Pat
 def average(reports: Sequence[CellReport]) -> Iterator[SuiteMean]:
     """Mean scores over tasks, of runs with the same protocol.
 
-    A group with a failed run, or with a score of which lower is better, has no mean. The template is taken from the
-    request, because some tasks never use one.
+    A group with a failed run, or with a score of which lower is better, has no mean; none has one where a run has no
+    result, which could belong to any. The template is taken from the request, because some tasks never use one.
     """
+    if any(x.result is None for x in reports):
+        return
     groups: dict[tuple[str, str, str, bool, str, str | None, int], list[Result]] = {}
     for report in reports:
         if (x := report.result) is not None:

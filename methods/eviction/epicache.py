@@ -68,8 +68,8 @@ class EpiCache(Method):
         heads="independent",
         upstream=Upstream(repo="apple/ml-epicache", commit="b742661", license=None),
         deviations=(
-            ("Segments are equal numbers of tokens, those of the chat template before the context included; the authors "
-            "take four utterances, which a plain context lacks, and leave the system prompt out."),
+            ("Segments are equal numbers of tokens, the chat template's before the context included; the authors take "
+            "four utterances, which a plain context lacks, and leave the system prompt out."),
             ("Segments are embedded by the model's own token embeddings by default, and not by a sentence embedder of "
             "0.6 billion parameters; the paper's ablation has a variant with the model's embeddings."),
             "Every KV head keeps equally many entries (the authors' `pair-uniform`), and every layer too.",

@@ -74,6 +74,8 @@ class LongBench(FilledPrompt):
             return f"it is of {record['dataset']}"
         if not record["answers"] or not all(isinstance(x, str) for x in record["answers"]):
             return "answers must be texts, one at least"
+        if not record["answers"][0].strip():
+            return "the first answer, which methods are compared on, must not be empty"
         if not record["all_classes"] and any("all_classes" in x.facts for x in self.scorers):
             return "all_classes must name the classes"
         return None

@@ -167,6 +167,15 @@ def test_too_few_contexts_cannot_tell():
     assert [find_needed_contexts(x) for x in (1, 4, 10)] == [6, 8, 9]
 
 
+def test_a_significant_difference_of_few_contexts_is_told():
+    """Next to a run of many contexts, whose own p-value is smaller, six that all got worse have 2 / 2**6."""
+    first = run("a", {(i, 0): 1.0 for i in range(40)})
+    many, few = (run(str(n), {(i, 0): 0.0 for i in range(n)}) for n in (40, 6))
+    found = compare_runs(first, [many, few])
+    assert found[1].p_adjusted == 2 / 64 < 0.05 <= found[1].least_p
+    assert [x.judge(higher_is_better=True) for x in found] == ["worse", "worse"]
+
+
 def test_the_baseline_is_the_full_cache_or_the_named_run():
     """By method, id or the hash at its end; a name of several runs and an unknown name are refused."""
     runs = [run("a-1", FULL), run("b-2", FULL), run("c-3", FULL)]

@@ -734,7 +734,7 @@ def test_an_interrupted_job_keeps_its_cells(few, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_lost_device_ends_the_job_and_the_same_command_continues(bench, greedy, monkeypatch, tmp_path):
     """The cell of the method that failed is saved. The second job times only the missing methods and the anchors."""
-    monkeypatch.setattr("kvbench.bench.outcome._is_device_lost", lambda: True)
+    monkeypatch.setattr("kvbench.bench.outcome.is_device_lost", lambda: True)
     out = tmp_path / "bench.json"
     asked = ("--method", greedy, "--set", "kind=other", "--timing", "step", "--out", out)
     first = bench(*asked)
@@ -746,7 +746,7 @@ def test_a_lost_device_ends_the_job_and_the_same_command_continues(bench, greedy
         ("full", "ok"), ("full-int8", "ok"), ("greedy", "failed")
     ]
     out.write_text(found.model_copy(update={"cells": found.cells[:2]}).model_dump_json())
-    monkeypatch.setattr("kvbench.bench.outcome._is_device_lost", lambda: False)
+    monkeypatch.setattr("kvbench.bench.outcome.is_device_lost", lambda: False)
     second = bench(*asked)
     assert "has 2 cells of this job: continuing" in second.err
     again = Bench.model_validate_json(out.read_text())

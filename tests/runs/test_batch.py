@@ -23,6 +23,7 @@ FAULTY = '''
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
+import weakref
 from kvbench.method import BudgetKind, Card, Method
 
 def card(name):
@@ -49,6 +50,25 @@ class Picky(Last):
         if step.moment == "decode" and abs(float(kv.keys[0, 0, 0, 0]) - PLACE) < 1e-6:
             raise ValueError("not this one")
         return kv.attend(step)
+
+@dataclass(frozen=True)
+class Leaky(Last):
+    """Raises on every context, and counts the tensors of earlier ones that are still there."""
+    card: ClassVar[Card] = card("leaky")
+    held: ClassVar[list] = []
+    counts: ClassVar[list] = []
+    def attend(self, kv, step):
+        self.counts.append(sum(x() is not None for x in self.held))
+        tensor = torch.ones(9)
+        self.held.append(weakref.ref(tensor))
+        raise ValueError("no room")
+
+@dataclass(frozen=True)
+class Overflowing(Last):
+    """Attention that is not a number, from the first token of the answer on."""
+    card: ClassVar[Card] = card("overflowing")
+    def attend(self, kv, step):
+        return kv.attend(step) * (torch.nan if step.moment == "decode" else 1)
 '''
 
 
@@ -124,6 +144,52 @@ def test_a_sample_that_raises_fails_alone(model_folder, tmp_path, capsys):
     assert found == lines
     assert "a batch of samples 0, 1, 2, 3 raised ValueError" in capsys.readouterr().err
     assert result.batch.alone == "a batch raised an error"
+
+
+@pytest.mark.parametrize("batch", ["1", "3"])
+def test_a_failed_sample_frees_its_tensors(model_folder, tmp_path, batch):
+    """Before the next one is run: none runs out of memory because another one did."""
+    (tmp_path / "own.py").write_text(FAULTY)
+    job = prepare(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Leaky", batch=batch))
+    assert run(job).result.n_failed == 4
+    assert set(type(job.method).counts) == {0}
+    assert len(type(job.method).counts) >= 4
+    assert "in attend" in (job.folder / "errors.log").read_text()
+
+
+def test_logits_that_are_not_numbers_fail_the_sample(model_folder, tmp_path):
+    """With the element type and the next step; token 0 is no answer."""
+    (tmp_path / "own.py").write_text(FAULTY)
+    request = make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Overflowing")
+    result, *_ = make_lines(request)
+    assert result.n_failed == 4
+    assert "the model's logits are not numbers (NaN) in float32. Use --dtype" in result.error
+
+
+def test_the_16_bit_comparison_waits_for_a_batch_that_runs(model_folder, tmp_path):
+    """A sample of the first batch raises, so the second batch is compared with single answers."""
+    options = {"dtype": "bfloat16", "samples": 4, "batch": "2"}
+    job = prepare(make_request(model_folder, tmp_path, method=f"{TOYS}:Last", **options))
+    *_, encoded = next(iter(make_examples(job, [0])))
+    prompt = encoded.context + encoded.turns[0].first
+    with Session(job.model, job.method.fit(job.budget, job.model.shape(len(prompt)))) as session:
+        session.prefill(prompt)
+        place = float(session.layers[0].keys[0, 0, 0, 0])
+    (tmp_path / "picky.py").write_text(FAULTY.replace("PLACE", repr(place)))
+    result = run(prepare(make_request(model_folder, tmp_path, method=f"{tmp_path}/picky.py:Picky", **options))).result
+    assert result.n_failed == 1
+    assert result.batch.tokens is not None
+
+
+def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path):
+    """All questions of a conversation are asked before the first batch of answers."""
+    later, found = 20, []
+    for mode in ("multi-request", "multi-turn"):
+        job = prepare(make_request(model_folder, tmp_path, method="h2o", mode=mode, turns=6, batch="2"))
+        shape = job.model.shape(160)
+        found.append(predict_bytes(2, job.spec, job.method.fit(job.budget, shape), shape, 160 + later))
+        copied = job.method.fit(job.budget, shape).declared_bytes(shape)
+    assert found[1] - found[0] == 4 * (2 * later * shape.full_bytes // shape.length + copied)
 
 
 def test_differences_are_counted_in_16_bits(model_folder, tmp_path):

@@ -238,6 +238,18 @@ def test_a_failed_sample_is_not_a_zero(kvbench, arguments, tmp_path, kind, error
     assert kvbench(*arguments, "--method", LAST, "--set", "fails_at=1", "--set", f"kind={kind}").code == 1
 
 
+def test_a_lost_gpu_ends_the_run_and_the_same_command_continues(kvbench, arguments, tmp_path, monkeypatch):
+    """The sample that lost it is not recorded as failed, nor are those after it."""
+    monkeypatch.setattr("kvbench.runs.lines.is_device_lost", lambda: True)
+    asked = (*arguments, "--method", LAST, "--set", "fails_at=1", "--set", "kind=bug")
+    answer = kvbench(*asked)
+    assert answer.code == 3
+    assert "sample 1 of last raised ValueError, and this process cannot use the GPU any more." in answer.err
+    assert [x.error for x in read_lines(only_run(tmp_path) / "samples.jsonl")] == [None]
+    monkeypatch.undo()
+    assert kvbench(*asked).json["n_failed"] == 1  # of the three that are left, the one that it is told
+
+
 def test_every_sample_failing_is_a_result_too(kvbench, arguments, monkeypatch):
     """No bytes, no times, no division by zero."""
     monkeypatch.setattr("kvbench.runs.sample.Session", None)

@@ -62,6 +62,29 @@ class Rounding(Method):
             kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
 
 @dataclass(frozen=True)
+class RaisingOnce(Rounding):
+    """As above, and the first context raises."""
+    card: ClassVar[Card] = card("raisingonce")
+    calls: ClassVar[list] = []
+    def attend(self, kv, step):
+        if not self.calls:
+            self.calls.append(1)
+            raise ValueError("once")
+        return kv.attend(step)
+
+@dataclass(frozen=True)
+class Layered(Method):
+    """The layers of a pass have a number in common, which decides what each of them keeps."""
+    card: ClassVar[Card] = card("layered")
+    shares_layers: ClassVar[bool] = True
+    def evict(self, kv, step):
+        assert ("layers" in step.shared) == (step.layer > 0)
+        step.shared["layers"] = step.shared.get("layers", torch.tensor(0)) + 1
+        if step.moment.compresses:
+            last = kv.n - int(step.shared["layers"])
+            kv.keep(torch.arange(last - self.rows, last).expand(*kv.keys.shape[:2], -1))
+
+@dataclass(frozen=True)
 class Halving(Method):
     """Changes the attention of the prefill."""
     card: ClassVar[Card] = card("halving")
@@ -207,6 +230,40 @@ def test_a_method_without_exact_prefill_runs_alone(model_folder, tmp_path, capsy
     assert f"{name.lower()} runs every context alone" in capsys.readouterr().err
     assert shared[method][0].result.latency.untimed is None
     assert shared["knorm"][0].result.latency.untimed is not None
+
+
+@pytest.mark.parametrize("name", ["Rounding", "RaisingOnce"])
+def test_no_method_takes_a_recording_that_it_was_not_compared_with(model_folder, tmp_path, monkeypatch, name):
+    """The first context has no room, or raises: the next one is compared."""
+    if name == "Rounding":
+        monkeypatch.setattr(sharing, "predict_bytes", lambda *_, outputs, hidden: 1 + outputs)  # without them, it fits
+        monkeypatch.setattr(sharing.SharedPrefill, "_room", lambda *_: 1)
+    found = []
+    for share in (False, True):
+        path = tmp_path / f"faulty{share}.py"  # each loaded anew
+        path.write_text(FAULTY)
+        cells = make_cells([f"{path}:{name}", "knorm"], tmp_path / str(share), model_folder)
+        found.append(list(run_cells(cells, share=share).values()))
+    assert [lines for _, lines in found[1]] == [lines for _, lines in found[0]]
+
+
+def test_layers_have_in_common_what_one_pass_left(model_folder, tmp_path):
+    """In a replayed prefill, too, where the steps are those of another method's pass."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    methods = [f"{tmp_path}/faulty.py:Layered", "knorm"]
+    alone = run_cells(make_cells(methods, tmp_path / "alone", model_folder), share=False)
+    shared = run_cells(make_cells(methods, tmp_path / "shared", model_folder), share=True)
+    assert_same_lines(shared, alone)
+    assert [x.error for x in shared[methods[0]][1]] == [None, None]
+    assert shared[methods[0]][0].result.latency.untimed is not None
+
+
+def test_a_line_of_the_log_has_its_cell_s_name(model_folder, tmp_path, capsys):
+    """Also where cells take turns."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    method = f"{tmp_path}/faulty.py:RaisingOnce"
+    run_cells(make_cells(["knorm", method], tmp_path, model_folder), share=True)
+    assert f"{method}: sample 0 failed: ValueError: once" in capsys.readouterr().err
 
 
 def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path, monkeypatch, capsys):

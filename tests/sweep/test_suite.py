@@ -340,6 +340,10 @@ def test_the_mean_is_over_runs_with_one_protocol(kvbench, suite, options, tmp_pa
     for change in ({"history": "own"}, {"spec": again}, {"budget": other}):
         assert averaged(altered(first, 0.25), altered(other_run, 0.5, **change)) == []
     assert averaged(altered(first, 0.25), altered(other_run, 0.5), templates=("own", "none")) == []
+    cell = SweepCell(9, "", Request("last", first.task.name), {})
+    whole = [CellReport(cell, "ok", result=x) for x in (altered(first, 0.25), altered(other_run, 0.5))]
+    assert len(list(average(whole))) == 1
+    assert list(average([*whole, CellReport(cell, "failed", "the worker died")])) == []
 
 
 def test_a_suite_file_is_named_after_its_runs(suite, tmp_path):
