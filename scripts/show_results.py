@@ -89,7 +89,7 @@ def mini_table(results: Sequence[Result]) -> str:
         short, long, seen = (
             cells.get((task, *x)) for x in ((1024, "hidden"), (2048, "hidden"), (2048, "first-turn"))
         )
-        sized = long or short
+        sized = short or long
         assert sized is not None, name
         turns = "not run" if seen is None else by_turn(seen)
         scores = ("not run" if x is None else score(x) for x in (short, long))

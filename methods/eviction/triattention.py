@@ -51,16 +51,15 @@ class TriAttention(PeriodicMethod):
         heads="independent",
         upstream=Upstream(repo="WeianMao/triattention", commit="092e4dc", license=None),
         deviations=(
-            ("Every KV head of every layer chooses for itself, which the authors' code offers; by default it makes one "
-            "choice per KV head for all layers."),
+            ("Every KV head of every layer chooses for itself, which the authors' code offers; its scripts make one "
+            "choice per KV head for all layers, by the mean over layers of each layer's largest score."),
             ("The prompt is compressed too, once, at its end, where it exceeds the budget. The authors keep it and "
             "evict generated tokens only."),
             "Centers are measured on Python's manual when a run starts; the authors' on other text.",
         ),
         unverified=(
-            ("Scores are standardized for each query head and the largest of a group counts, as the authors' code "
-            "offers; which of its options the paper's tables used was not at hand."),
-            "recent: the authors' code keeps no last tokens beyond their scores.",
+            ("recent: the authors' code for transformers and for SGLang keeps no last tokens beyond their scores; that "
+            "for vLLM keeps 128."),
         ),
         limits=(
             "Up to `period` entries are stored above the budget between two evictions; end_bytes counts them.",
