@@ -459,6 +459,31 @@ def test_a_dead_worker_fails_only_its_cell(kvbench, sweep, tmp_path, monkeypatch
     assert_same(answer.json[1:], whole.json[1:])
 
 
+LOST = """
+from kvbench.errors import DeviceLostError
+""" + KILLER.replace("    def evict", '''    def bind(self, model):
+        raise DeviceLostError("this process cannot use the GPU any more.")
+
+    def evict''')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_lost_gpu_ends_the_process_of_its_cell(kvbench, sweep, tmp_path, workers):
+    """A worker is replaced; without workers the sweep ends, and no cell of it is recorded as failed."""
+    lost = tmp_path / "lost.py"
+    lost.write_text(LOST)
+    path = sweep(f'[[grid]]\nmethod = ["{lost}", "{LAST}"]\n')
+    answer = kvbench("sweep", path, "--workers", workers, "--json")
+    assert "this process cannot use the GPU any more." in answer.err
+    if workers == 1:
+        assert answer.code == 3
+        assert not list((tmp_path / "runs").glob("*/result.json"))
+    else:
+        assert [x["status"] for x in answer.json] == ["failed", "ok"]
+        assert "the worker died (exit code 3) 2 times" in answer.json[0]["error"]
+
+
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
     """Start the real command, slowed down so that it can be interrupted between two samples."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
