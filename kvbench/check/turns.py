@@ -112,8 +112,8 @@ def short_contexts_run(method: Method) -> str:
         budget = None if choose_budget(method) is None else Budget("rows", edge)
         with open_session(method, model, budget, length) as session:
             logits = session.prefill(random_ids(length))
-            talk(session)
             assert logits.isfinite().all(), f"{length} tokens: logits are not finite"
+            talk(session)
             proof = session.effect()
             assert max(proof.entries_kept) <= length, f"{length} tokens: {max(proof.entries_kept)} entries kept"
             assert proof.acted or proof.identity or length <= edge, f"{length} tokens: it did not act"

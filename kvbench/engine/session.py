@@ -206,8 +206,8 @@ class Session(Stores):
         assert self.logits is not None
         if bool(self.logits.isnan().any()):
             raise UserError(
-                f"the model's logits are not numbers (NaN) in {self.model.dtype}. Use --dtype bfloat16 or float32: "
-                "their range is larger than float16's."
+                f"the model's logits are not numbers (NaN) in {self.model.dtype}: method {self.method.card.name} makes "
+                "them so, or values exceed the range of this type. Try --dtype float32."
             )
 
     def resume(self) -> None:

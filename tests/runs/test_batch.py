@@ -163,7 +163,7 @@ def test_logits_that_are_not_numbers_fail_the_sample(model_folder, tmp_path):
     request = make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Overflowing")
     result, *_ = make_lines(request)
     assert result.n_failed == 4
-    assert "the model's logits are not numbers (NaN) in float32. Use --dtype" in result.error
+    assert "the model's logits are not numbers (NaN) in float32: method overflowing makes them so" in result.error
 
 
 def test_the_16_bit_comparison_waits_for_a_batch_that_runs(model_folder, tmp_path):

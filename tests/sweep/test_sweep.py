@@ -461,10 +461,10 @@ def test_a_dead_worker_fails_only_its_cell(kvbench, sweep, tmp_path, monkeypatch
 
 LOST = """
 from kvbench.errors import DeviceLostError
-""" + KILLER.replace("    def evict", '''    def bind(self, model):
+""" + KILLER.replace("    def evict", """    def bind(self, model):
         raise DeviceLostError("this process cannot use the GPU any more.")
 
-    def evict''')
+    def evict""")
 
 
 @pytest.mark.slow
