@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,6 +73,12 @@ def _puts_space(tokenizer: Any) -> bool:
         first = tokenizer(PROBES[-1], add_special_tokens=False).input_ids[:1]
         _spaced[tokenizer] = any(str(x).startswith(("▁", "Ġ")) for x in tokenizer.convert_ids_to_tokens(first))
     return _spaced[tokenizer]
+
+
+def find_last(ids: Sequence[int], part: Sequence[int]) -> int | None:
+    """The place at which some ids stand last among others; None: they do not, or there are none."""
+    places = range(len(ids) - len(part), -1, -1) if part else ()
+    return next((i for i in places if tuple(ids[i : i + len(part)]) == tuple(part)), None)
 
 
 def cut_middle(tokenizer: Any, text: str, most: int, count: Callable[[str], int] | None = None) -> tuple[str, int]:

@@ -20,8 +20,8 @@ from kvbench.store.scores import window_weights_of
 from kvbench.techniques.cascade import SharedBudgetMethod
 
 DEVIATIONS = (
-    ("The attention mass of the window is taken on the window. The authors' code sums the 32 entries before it, after "
-    "it has cut the window off."),
+    ("The first stage and the window together hold first_stage of a head's mean attention. The authors' code cuts the "
+    "window off, normalizes the rest, and subtracts the mass of the last 32 entries of that rest, over all heads."),
     ("The window and the entries of the first stage are always kept. The authors' code gives them the largest score of "
     "the layer, so that a layer with small scores can lose its window to others."),
     "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
@@ -63,18 +63,16 @@ class DefensiveScores(ScoredMethod):
         before = max(0, kv.n - kv.recent_queries.shape[2])
         if entries is None or not before:
             return protect_last(torch.zeros(kv.keys.shape[:3], device=kv.keys.device), self.window)
-        risks, means, masses = [], [], []
+        risks, means = [], []
         for head in range(kv.keys.shape[1]):  # one KV head at a time, to bound the memory
             weights = window_weights_of(kv.recent_queries, kv, step, slice(head, head + 1))
             every = torch.cat(list(weights), dim=-1)[:, 0]  # [B, G, w, n]
             risks.append(self.risk(every[..., :before]))
             means.append(every[..., :before].mean((1, 2)))
-            masses.append(every[..., before:].sum(-1).mean((1, 2)))
         risk, mean = torch.stack(risks, dim=1), torch.stack(means, dim=1)  # [B, H_kv, before]
         norms = projected_norms(kv.values[:, :, :before], step, self.card.name).mean(2)
         risk = risk * norms / norms.sum(1, keepdim=True)
-        window_mass = torch.stack(masses, dim=1).mean(1)  # [B]
-        first = count_first(mean, self.first_stage - window_mass).clamp_max(entries - self.window)
+        first = count_first(mean, self.first_stage).clamp_max(entries - self.window)
         scores = torch.full(kv.keys.shape[:3], torch.inf, device=kv.keys.device)
         scores[..., :before] = risk.masked_fill(best_by_head(mean, first), torch.inf)
         return protect_last(scores, self.window)
@@ -89,14 +87,13 @@ class DefensiveScores(ScoredMethod):
         return torch.maximum(risk, risk.mean(-1, keepdim=True)) if self.prior else risk
 
 
-def count_first(mean: Tensor, share: Tensor) -> Tensor:
-    """Entries of each head whose mean attention, in descending order, adds up to less than a share. [B, H_kv]
+def count_first(mean: Tensor, share: float) -> Tensor:
+    """Entries of each head which, with the window, get less than a share of its mean attention, the best first.
 
-    mean: [B, H_kv, n]. share: [B].
+    mean: before the window, so that it adds up to 1 minus the window's. [B, H_kv, n]. Returns [B, H_kv].
     """
-    ordered = mean.sort(dim=-1, descending=True).values
-    reached = (ordered / ordered.sum(-1, keepdim=True)).cumsum(-1)
-    return (reached < share[:, None, None]).sum(-1)
+    window = 1 - mean.sum(-1, keepdim=True)
+    return (window + mean.sort(dim=-1, descending=True).values.cumsum(-1) < share).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class DefensiveKV(HeadAllocation, DefensiveScores):
 
     card: ClassVar[Card] = Card(
         name="defensivekv",
-        version="2",
+        version="3",
         title="Taming the Fragility of KV Cache Eviction in LLM Inference",
         idea="The mean attention of the last queries misses entries that one of them needs badly. "
         "The score is the most attention from any query, at least the mean of all entries, times the projected value.",
@@ -131,7 +128,7 @@ class LayerDefensiveKV(SharedBudgetMethod, DefensiveScores):
 
     card: ClassVar[Card] = Card(
         name="layer-defensivekv",
-        version="2",
+        version="3",
         title="Taming the Fragility of KV Cache Eviction in LLM Inference (Layer-DefensiveKV)",
         idea="DefensiveKV's scores can be compared between layers, since projected values count as shares of a token's "
         "in all heads. "

@@ -20,7 +20,7 @@ from kvbench.selection import top_entries
 from kvbench.store import LayerKV
 from kvbench.store.episodic import EpisodicKV
 from kvbench.text.template import Frame
-from kvbench.text.tokens import tokenize
+from kvbench.text.tokens import find_last, tokenize
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -279,11 +279,7 @@ def cut_template(model: Model, ids: Tensor) -> Tensor:
     middle, tail = (tokenize(model.tokenizer, x or "", special=False) for x in (frame.middle, frame.tail))
     if middle and found[: len(middle)] == middle:
         found = found[len(middle) :]
-    for start in range(len(found) - len(tail), 0, -1):
-        if tail and found[start : start + len(tail)] == tail:
-            found = found[:start]
-            break
-    return ids.new_tensor(found)
+    return ids.new_tensor(found[: find_last(found, tail)])
 
 
 def take_entries(store: LayerKV) -> dict[str, Tensor]:

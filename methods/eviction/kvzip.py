@@ -17,7 +17,7 @@ from kvbench.method import BudgetKind, Card, LayerShape, Method, Moment, Step, U
 from kvbench.selection import keep_best
 from kvbench.store import LayerKV
 from kvbench.text.template import Frame
-from kvbench.text.tokens import tokenize
+from kvbench.text.tokens import find_last, tokenize
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -42,7 +42,7 @@ class KVzip(Method):
 
     card: ClassVar[Card] = Card(
         name="kvzip",
-        version="2",
+        version="3",
         title="KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
         idea="An entry that the model does not need to repeat the context is rarely needed for questions about it. "
         "So the model repeats the context once, and the entries with the highest attention from a query are kept.",
@@ -71,7 +71,7 @@ class KVzip(Method):
             "compressed. The second run counts as compression time, and its memory in the peak."),
             "A repeat follows the context, and both together must fit the positions of the model.",
             ("It does not use the question. A visible question is part of the context: it is repeated and compressed "
-            "too."),
+            "too, and with a chat template its answer is ended before the repeat is asked for."),
             "In a sliding layer a repeat sees only its window; entries outside the window score 0.",
             "Only scores per entry: the paper's scores per head, which need no second pass, are not implemented.",
         ),
@@ -145,9 +145,13 @@ class KVzip(Method):
     def repeats(self, model: Model, ids: Tensor) -> Iterator[tuple[range, Tensor]]:
         """The positions of each chunk of the context, and the ids to run for it: prompt, hint, answer header, chunk."""
         frame = Frame.of(model.tokenizer)
+        texts = [FIRST, LATER]
+        if find_last(ids[0].tolist(), tokenize(model.tokenizer, frame.tail, special=False)) is not None:
+            # A visible question ends in the start of an answer: end it, so that the user asks for the repeat.
+            texts = [f"{frame.middle}{x.lstrip()}" for x in texts]
         first, later, answer = (
             ids.new_tensor(tokenize(model.tokenizer, x, special=False))
-            for x in (FIRST, LATER, ANSWER if frame.sha is None else frame.tail)
+            for x in (*texts, ANSWER if frame.sha is None else frame.tail)
         )
         protected = self.protected(model, ids)
         for start in range(protected, ids.shape[1], self.chunk_size):

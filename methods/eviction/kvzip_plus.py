@@ -25,6 +25,7 @@ class KVzipPlus(KVzip):
 
     card: ClassVar[Card] = Card(
         name="kvzip-plus",
+        version="2",
         title="KVzap: Fast, Adaptive, and Faithful KV Cache Pruning (the scores KVzip+, of which KVzap is trained)",
         idea="An entry adds its attention times its projected value to the hidden state of a query. "
         "So KVzip's attention is multiplied by the value's length and divided by that of the hidden state.",

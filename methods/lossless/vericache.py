@@ -48,6 +48,7 @@ class VeriCache(VerifiedOnHost):
 
     card: ClassVar[Card] = Card(
         name="vericache",
+        version="2",
         title="VeriCache: lossless decoding from a compressed KV cache",
         idea="A compressed cache predicts most of the full cache's next tokens. It drafts tokens, and one pass over "
         "the full cache in host memory verifies them, so that the answer is that of the full cache.",

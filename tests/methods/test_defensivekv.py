@@ -50,10 +50,18 @@ def test_smoothing_keeps_the_sum_of_every_query():
 
 
 def test_the_first_stage_stops_below_its_share():
-    """Mean attention .5 .3 .2: a share of .8 takes one entry, .81 two, and a negative one none."""
-    mean = torch.tensor([[[0.2, 0.5, 0.3]]])
-    counts = [count_first(mean, torch.tensor([x])).item() for x in (0.79, 0.81, -0.1)]
-    assert counts == [1, 2, 0]
+    """Mean attention .4 .2 .1 and .3 in the window: with .4 it has .7, with .2 more .9; alone it may be enough."""
+    mean = torch.tensor([[[0.1, 0.4, 0.2]]])
+    assert [count_first(mean, x).item() for x in (0.69, 0.71, 0.91, 0.25)] == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("mass", [0.1, 0.4, 0.7])
+def test_the_first_stage_and_the_window_hold_the_share(mass):
+    """Whatever the window holds: one entry more would reach 90 % of the attention."""
+    mean = draw(2, 3, 200).softmax(-1) * (1 - mass)
+    ordered = mean.sort(dim=-1, descending=True).values
+    for held, count in zip(ordered.flatten(0, 1), count_first(mean, 0.9).flatten(), strict=True):
+        assert mass + held[:count].sum() < 0.9 <= mass + held[: count + 1].sum()
 
 
 def test_the_score_follows_its_equations(make_step):
@@ -68,7 +76,6 @@ def test_the_score_follows_its_equations(make_step):
     found = method.score(kv, step)
     weights = attention_weights(query[:, :, -6:], key, scale=0.6, seen=40).float()  # [B, H_kv, G, 6, 40]
     for batch in range(2):
-        share = 0.9 - weights[batch, ..., 34:].sum(-1).mean()
         norms = [
             sum((value[batch, head, :34] @ output[2 * head + i]).abs().sum(-1) for i in range(2)) / 2
             for head in range(2)
@@ -82,7 +89,8 @@ def test_the_score_follows_its_equations(make_step):
             risk = torch.maximum(risk, risk.mean())
             mean = rows.mean((0, 1))
             order = mean.argsort(descending=True)
-            taken = (mean[order].cumsum(0) / mean.sum() < share).sum().clamp_max(14)
+            share = 0.9 - weights[batch, head, ..., 34:].sum(-1).mean()
+            taken = (mean[order].cumsum(0) < share).sum().clamp_max(14)
             wanted = risk * norms[head] / sum(norms)  # the head's share of each token's
             wanted[order[:taken]] = torch.inf
             assert torch.allclose(found[batch, head, :34], wanted, atol=1e-6)

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.hf import Model
+from kvbench.hf import Model, load_model
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method, Moment
 from kvbench.methods.eviction import kvzip
 from kvbench.methods.eviction.kvzip import KVzip
 from kvbench.store import LayerKV
+from kvbench.text.tokens import tokenize
 
 LENGTH, SINKS = 60, 4
 PROMPT = ANSWER = [0]
@@ -207,12 +208,26 @@ def test_what_is_run_for_each_chunk():
     assert made[2][1].tolist() == [[*LATER, 21, 22, 23, 63, *range(24, 30)]]
 
 
+def test_after_a_visible_question_the_user_asks_for_the_repeat(chat_mini):
+    """The prompt ends in the header and the start of an answer: the answer is ended, and a turn of the user begins."""
+    model = load_model(str(chat_mini), "cpu", "float32")
+
+    def read(text):
+        return tokenize(model.tokenizer, text, special=False)
+
+    hidden = read("[user]The text. What is it?")
+    for asked, before in ((hidden, ""), (hidden + read("[end][assistant]") + read(" It is"), "[end][user]")):
+        ((_, made),) = KVzip().repeats(model, torch.tensor([asked]))
+        text = model.tokenizer.decode(made[0].tolist())
+        assert text.startswith(f"{before}{kvzip.FIRST.lstrip() if before else kvzip.FIRST}[end][assistant]")
+
+
 def test_without_a_chat_template_the_authors_answer_header_is_run(monkeypatch):
     """The header that they use for unknown models stands between prompt and repeat."""
     texts = []
     monkeypatch.setattr(kvzip, "tokenize", lambda _, text, special: texts.append(text) or ())
     list(KVzip().repeats(tiny_model(), torch.arange(30)[None]))
-    assert texts[:3] == [kvzip.FIRST, kvzip.LATER, "\n\nAnswer: "]
+    assert texts[1:4] == [kvzip.FIRST, kvzip.LATER, "\n\nAnswer: "]
 
 
 HEAD = "<50> <51> <52> <53> <54> <55> <56> "
