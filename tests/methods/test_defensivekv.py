@@ -57,7 +57,7 @@ def test_the_first_stage_stops_below_its_share():
 
 @pytest.mark.parametrize("mass", [0.1, 0.4, 0.7])
 def test_the_first_stage_and_the_window_hold_the_share(mass):
-    """Whatever the window holds: one entry more would reach 90 % of the attention."""
+    """One entry more would reach 90 % of the attention, however much the window holds."""
     mean = draw(2, 3, 200).softmax(-1) * (1 - mass)
     ordered = mean.sort(dim=-1, descending=True).values
     for held, count in zip(ordered.flatten(0, 1), count_first(mean, 0.9).flatten(), strict=True):
