@@ -62,6 +62,8 @@ class CriticalKV(CriticalScores, SnapKV):
         limits=(
             "It needs the weights of the output projection in memory, in floating point.",
             "It refuses scores below zero, such as knorm's: a larger norm would make them worse.",
+            ("The scores of expected-attention have the value's norm already; kvpress leaves it out before this one: "
+            "`--set value_norm=false`."),
             ("With `+adakv` the first stage takes the same number of entries in every head; the authors allocate "
             "before both stages."),
         ),

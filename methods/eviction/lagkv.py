@@ -39,6 +39,7 @@ class LagKV(ScoredMethod):
             "kvpress leaves their order to ties, where the budget does not cover them."),
             ("A channel without range in the next part counts as zero. kvpress divides by zero there, and all scores "
             "of the part are undefined."),
+            "sinks: 4 as in kvpress; the authors' code has 16.",
         ),
         limits=(
             ("The last part and an incomplete one are kept before any scored entry. Where the budget is not larger, "
