@@ -129,6 +129,24 @@ def find_task(name: str) -> type[Task]:
     return cast("type[Task]", _find("task", name))
 
 
+def refuse_unregistered(kind: Kind, name: str, hint: str) -> None:
+    """Refuse a name that a run's files state unless it is registered: it could name a file, and code would run.
+
+    Args:
+        kind: method or task.
+        name: a name, an alias, or a composition of methods.
+        hint: the next step, for the error message.
+
+    Raises:
+        UserError: it is anything else.
+    """
+    known = {alias for x in list_entries(kind) for alias in (x.name, *x.aliases)}
+    if not known.issuperset(name.split("+") if kind == "method" else [name]):
+        raise UserError(
+            f"{kind} {name!a} of the run is not registered, and kvbench executes no file that a run names. {hint}"
+        )
+
+
 def find_either(name: str) -> type[Method | Task]:
     """The class of a method or task, by any form of its name.
 

@@ -11,7 +11,7 @@ from pages import RESULTS
 
 from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
-from kvbench.registry import find_method
+from kvbench.registry import find_method, refuse_unregistered
 from kvbench.runs.results import Result
 
 MINI, SMOLLM2, SMOLLM2_TASKS, LOSSLESS, TEXT, QWEN = (
@@ -35,6 +35,8 @@ def read_runs(folder: Path) -> list[FinishedRun]:
     """Every run of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
     runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
     names = {x.result.method.name for x in runs}
+    for name in names:
+        refuse_unregistered("method", name, "Remove the run.")
     order = [*ANCHORS, *sorted(names - set(ANCHORS))]
 
     def place(run: FinishedRun) -> tuple[int, int, str, float, float]:

@@ -12,6 +12,7 @@ from kvbench.analysis.compare import PROTOCOL, compare_pair, look
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
+from kvbench.registry import refuse_unregistered
 from kvbench.runs.command import write_request
 from kvbench.runs.files import read_lines
 from kvbench.runs.options import Request
@@ -129,8 +130,11 @@ def _differ(first: Request, other: Request) -> Iterator[tuple[str, object, objec
 
 
 def _try(name: str, first: object, other: object, request: Request) -> Change:
-    """A change, with its request if that passes all checks that need no model."""
+    """A change, with its request if its names are registered and it passes all checks that need no model."""
+    again = "Repeat the run from its own file with kvbench run."
     try:
+        refuse_unregistered("method", request.method, again)
+        refuse_unregistered("task", request.task, again)
         check(request)
     except UserError as error:
         reason = str(error).partition(". ")[0].removesuffix(".")

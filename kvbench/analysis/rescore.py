@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvbench.errors import UserError
 from kvbench.log import say
-from kvbench.registry import find_task
+from kvbench.registry import find_task, refuse_unregistered
 from kvbench.runs.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
@@ -38,7 +38,7 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
     Args:
         folder: of a run, finished or not.
         scorer_id: None: the run's own scorer.
-        task_name: a name, or path/to/file.py:Class; None: the run's own task.
+        task_name: a name, or path/to/file.py:Class; None: the run's own task, which must be registered.
 
     Returns:
         The record and the path it was written to, `scores/<scorer>.json`.
@@ -49,6 +49,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
     spec = read_file(folder / "spec.json", RunSpec)
     if spec.model.id.startswith("random:"):
         raise UserError(f"run {folder} used random weights, so its answers have no score.")
+    if task_name is None:
+        refuse_unregistered("task", spec.task.name, "If you trust its file, give --task path/to/file.py:Class.")
     task = find_task(task_name or spec.task.name)
     if task.name != spec.task.name:
         raise UserError(

@@ -189,7 +189,7 @@ def test_score_writes_into_the_run_folder(kvbench, arguments, tmp_path):
     before = (folder / "result.json").read_bytes()
     answer = kvbench("score", folder, "--json")
     assert answer.code == 2  # the task came from a file that nobody named
-    assert "unknown task 'toy'" in answer.err
+    assert "task 'toy' of the run is not registered" in answer.err
     answer = kvbench("score", folder, "--task", TOY, "--json")
     assert answer.code == 0, answer.err
     assert answer.json["score"] == run["score"]

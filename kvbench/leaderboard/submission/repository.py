@@ -15,10 +15,9 @@ from kvbench.leaderboard.submission.archive import find_bundles, read_files
 from kvbench.leaderboard.submission.bundle import Bundle, Head, open_bundle, open_head
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.answers import LOGPROBS
-from kvbench.leaderboard.verification.lookup import is_known_full
+from kvbench.leaderboard.verification.lookup import find_known_task, is_known_full
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.log import say
-from kvbench.registry import find_task
 from kvbench.runs.journal import Agreement, Times
 
 References = Mapping[tuple[int, int], Sequence[int]]
@@ -165,7 +164,7 @@ class Repository:
         """
         spec, protocol = bundle.spec, name_protocol(bundle.result)
         path = next((path for path, x in self._runs.items() if x.full and x.protocol == protocol), None)
-        if path is None or spec.history != "reference" or find_task(spec.task.name).nonempty:
+        if path is None or spec.history != "reference" or find_known_task(spec).nonempty:
             return None
         full = self._read(path).answers
         wrong = [

@@ -15,7 +15,7 @@ from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using
-from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method
+from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method, find_known_task
 from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.leaderboard.verification.result import differences
 from kvbench.runs.command import write_request
@@ -56,10 +56,11 @@ def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
     """Prepare the run; also returns the fields of its spec that differ here.
 
     Raises:
-        UnverifiableError: the method is not installed, a setting is a path, or this machine cannot run it.
+        UnverifiableError: the method or the task is not installed, a setting is a path, or this machine cannot run it.
         RefusedError: a field differs that must be equal.
     """
     find_known_method(spec)
+    find_known_task(spec)
     try:
         with refusing_errors("rerun", "it cannot be rerun", but=UserError):
             job = prepare(write_request(spec), model)
