@@ -18,6 +18,7 @@ import pytest
 from kvbench.leaderboard.site.build import build_site
 from kvbench.leaderboard.site.listed import ListedRun, read_listed
 from kvbench.leaderboard.submission import repository
+from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import (
     MANIFEST,
@@ -30,7 +31,7 @@ from kvbench.leaderboard.submission.records import (
     Verification,
 )
 from kvbench.leaderboard.submission.repository import JournalFingerprint, Repository, RunIdentity
-from kvbench.leaderboard.submission.seal import seal
+from kvbench.leaderboard.submission.seal import CURATED, RESULTS, is_curated, seal
 from kvbench.leaderboard.verification import replay
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import HERE
@@ -591,7 +592,7 @@ def test_errors_of_the_full_cache_are_no_sign_of_a_copy(snapkv, monkeypatch):
 
 def claim_level(files: dict[str, bytes]) -> Verification:
     """A record in which a submitter awards the run the highest level and a perfect score."""
-    record = verify(files, Repository()).conclude()
+    record = verify(files, Repository(), own=True).conclude()
     best = record.score.model_copy(update={"mean": 1.0, "ci95": (1.0, 1.0)})
     return record.model_copy(update={"level": "L3", "score": best, "commit": "c" * 40})
 
@@ -657,6 +658,31 @@ def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):
 
 def without_source(files: dict[str, bytes]) -> dict[str, bytes]:
     files = in_manifest(source=None)(files)
+@pytest.mark.parametrize("place", ["mallory/run", "cpu-2-cores/run", "CPU-2-CORES/run", "mallory/cpu-2-cores/run"])
+@pytest.mark.parametrize("manifest", [True, False])
+def test_only_listed_folders_of_our_own_results_are_curated(snapkv, tmp_path, monkeypatch, place, manifest):
+    """A pull request can add folders, with a record that awards itself the highest level, but no name to the list."""
+    monkeypatch.setattr("kvbench.leaderboard.submission.seal.RESULTS", tmp_path)
+    folder = tmp_path / place
+    shutil.copytree(snapkv.folder, folder)
+    if manifest:
+        shutil.rmtree(folder)
+        write_folder(snapkv.files, folder)
+    files = read_files(folder)
+    write_record(folder / VERIFICATION, claim_level(files).model_copy(update={"submitter": None}))
+    curated = place == "cpu-2-cores/run" and not manifest
+    assert list_one(tmp_path).counted is curated
+    refused = [x.reason for x in verify(folder, Repository()).checks if x.outcome == "refused"]
+    assert (refused == []) is (curated or manifest), refused
+
+
+def test_every_curated_run_is_believed():
+    """A new folder of curated runs needs an entry in the list."""
+    runs = [x.parent for x in RESULTS.glob("*/*/spec.json")]
+    assert [x for x in runs if not is_curated(x)] == []
+    assert {x.parent.name for x in runs} == CURATED
+
+
     return repack({name: data for name, data in files.items() if name != METHOD}, {})
 
 
