@@ -624,6 +624,24 @@ def test_a_changed_field_breaks_the_seal(snapkv, tmp_path):
     assert not list_one(tmp_path).counted
 
 
+@pytest.mark.parametrize("change", [
+    {"submitter": "eve"}, {"tuned_on": ["niah:dev"]}, {"code_url": "https://eve.example/x"}, None,
+])
+def test_a_verification_does_not_move_to_another_manifest(snapkv, tmp_path, change):
+    """A copy of all files with a manifest of its own, or without one, is unverified."""
+    files = dict(snapkv.files)
+    record = seal(verify(files, Repository()).conclude())
+    folder = put_in_folder(files, snapkv.bundle.manifest, tmp_path)
+    write_record(folder / VERIFICATION, record)
+    assert list_one(tmp_path).counted
+    if change is None:
+        (folder / MANIFEST).unlink()
+    else:
+        (folder / MANIFEST).write_bytes(edit(files, MANIFEST, lambda x: x.update(change))[MANIFEST])
+    listed = list_one(tmp_path)
+    assert (listed.verification, listed.counted) == (None, False)
+
+
 def test_a_record_of_a_verifier_with_another_key_is_not_believed(snapkv, tmp_path, monkeypatch):
     folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
     write_record(folder / VERIFICATION, seal(verify(snapkv.files, Repository()).conclude()))
@@ -640,24 +658,6 @@ def test_a_folder_without_manifest_is_no_curated_run(snapkv, tmp_path):
     assert not list_one(tmp_path).counted
 
 
-def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):
-    """They come from single answers, and those that a rerun scored otherwise are replaced."""
-    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
-    record = verify(snapkv.files, Repository()).conclude()
-    right = next(x for x in snapkv.bundle.lines if x.score == 1)
-    rerun = RerunResult(
-        share=1.0, seed=0, samples=4, answers=8, same_answers=7, tokens=80, same_tokens=79, submitted_mean=1.0,
-        mean=0.9, differs=(), cpu="x", gpu=None,
-        other_scores=(OtherScore(index=right.index, turn=right.turn, score=0.0),),
-    )
-    write_record(folder / VERIFICATION, seal(record.model_copy(update={"level": "L2", "rerun": rerun})))
-    scores = {(x.index, x.turn): x.score for x in list_one(tmp_path).run.lines.values()}
-    submitted = {(x.index, x.turn): x.score for x in snapkv.bundle.lines}
-    assert scores == submitted | {(right.index, right.turn): 0.0} != submitted
-
-
-def without_source(files: dict[str, bytes]) -> dict[str, bytes]:
-    files = in_manifest(source=None)(files)
 @pytest.mark.parametrize("place", ["mallory/run", "cpu-2-cores/run", "CPU-2-CORES/run", "mallory/cpu-2-cores/run"])
 @pytest.mark.parametrize("manifest", [True, False])
 def test_only_listed_folders_of_our_own_results_are_curated(snapkv, tmp_path, monkeypatch, place, manifest):
@@ -683,6 +683,24 @@ def test_every_curated_run_is_believed():
     assert {x.parent.name for x in runs} == CURATED
 
 
+def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):
+    """They come from single answers, and those that a rerun scored otherwise are replaced."""
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    record = verify(snapkv.files, Repository()).conclude()
+    right = next(x for x in snapkv.bundle.lines if x.score == 1)
+    rerun = RerunResult(
+        share=1.0, seed=0, samples=4, answers=8, same_answers=7, tokens=80, same_tokens=79, submitted_mean=1.0,
+        mean=0.9, differs=(), cpu="x", gpu=None,
+        other_scores=(OtherScore(index=right.index, turn=right.turn, score=0.0),),
+    )
+    write_record(folder / VERIFICATION, seal(record.model_copy(update={"level": "L2", "rerun": rerun})))
+    scores = {(x.index, x.turn): x.score for x in list_one(tmp_path).run.lines.values()}
+    submitted = {(x.index, x.turn): x.score for x in snapkv.bundle.lines}
+    assert scores == submitted | {(right.index, right.turn): 0.0} != submitted
+
+
+def without_source(files: dict[str, bytes]) -> dict[str, bytes]:
+    files = in_manifest(source=None)(files)
     return repack({name: data for name, data in files.items() if name != METHOD}, {})
 
 

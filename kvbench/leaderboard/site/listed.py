@@ -169,7 +169,8 @@ def _read_verification(folder: Path, head: Head) -> Verification | None:
     if found.refused:
         refused = next(x for x in found.checks if x.outcome == "refused")
         raise RefusedError(refused.name, f"refused by its verification: {refused.reason}")
-    return found if found.content == head.content else None
+    same = (found.content, found.manifest) == (head.content, head.manifest_sha256)
+    return found if same else None
 
 
 def _replace_scores(answers: dict[tuple[str, int], Answer], rerun: RerunResult) -> dict[tuple[str, int], Answer]:

@@ -69,6 +69,11 @@ class Head:
         """Name of the submitter, if it is a submission."""
         return None if self.manifest is None else self.manifest.submitter
 
+    @property
+    def manifest_sha256(self) -> str | None:
+        """SHA-256 of the manifest, if it is a submission."""
+        return hashlib.sha256(self.files[MANIFEST]).hexdigest() if MANIFEST in self.files else None
+
 
 @dataclass(frozen=True)
 class Bundle(Head):

@@ -167,7 +167,10 @@ class Verification(Record):
     content: str
     """Manifest.content of the verified files; the record does not apply to any others."""
     submitter: str | None
-    """None: a curated run without a manifest."""
+    """None: a run without a manifest."""
+    manifest: str | None = None
+    """SHA-256 of manifest.json, so that the record applies to no other submitter, tuning data or links; None: a run
+    without a manifest."""
     level: Level | None
     """Highest level reached; None: not even L0, see the checks."""
     checks: tuple[Check, ...]

@@ -83,7 +83,8 @@ class CheckedBundle:
         bundle, git = self.bundle, find_git()
         return Verification(
             run_id="" if bundle is None else bundle.spec.run_id, content="" if bundle is None else bundle.content,
-            submitter=None if bundle is None else bundle.submitter, level=self.level, checks=tuple(self.checks),
+            submitter=None if bundle is None else bundle.submitter,
+            manifest=None if bundle is None else bundle.manifest_sha256, level=self.level, checks=tuple(self.checks),
             score=self.score, rerun=self.rerun, hidden=self.hidden, kvbench=__version__,
             commit=None if git is None else f"{git.commit}{'-dirty' if git.dirty else ''}",
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -122,8 +122,9 @@ class Results:
                 passed = ("bytes", "method") if head.spec.method.name in METHODS else ("bytes",)
             checks = (*(Check(name=x, outcome="ok", reason="") for x in passed), *checks)
         record = Verification(
-            run_id=head.spec.run_id, content=content or head.content, submitter=None, level=level, checks=checks,
-            score=score, kvbench="0.1.0", commit=None, created="2026-11-21T00:00:00+00:00",
+            run_id=head.spec.run_id, content=content or head.content, submitter=head.submitter,
+            manifest=head.manifest_sha256, level=level, checks=checks, score=score, kvbench="0.1.0", commit=None,
+            created="2026-11-21T00:00:00+00:00",
         )
         (folder / VERIFICATION).write_text(seal(record).model_dump_json())
 
