@@ -11,10 +11,16 @@ from contextvars import ContextVar
 _label: ContextVar[str] = ContextVar("label", default="")
 
 
+def printable(text: str) -> str:
+    """Text without control characters except newlines: untrusted text could contain terminal escape sequences."""
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
+
+
 def say(message: str) -> None:
     """Print one line to the log, after the label of the context if there is one."""
     label = _label.get()
-    print(f"{label}: {message}" if label else message, file=sys.stderr, flush=True)  # noqa: T201  # this is the log
+    shown = printable(f"{label}: {message}" if label else message)
+    print(shown, file=sys.stderr, flush=True)  # noqa: T201  # this is the log
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbench.analysis.metrics import Metric
+from kvbench.log import printable
 
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference
@@ -34,7 +35,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
     blocks: in place of a table whose words do not fit, print a line per cell, and an empty line after each row.
     """
-    cells = [[_printable(x) for x in row] for row in rows]
+    title, columns = printable(title), list(map(printable, columns))
+    cells = [[printable(x) for x in row] for row in rows]
     console = Console(markup=False, highlight=False)
     words = [max(map(cell_len, _words(x)), default=0) for x in zip(columns, *cells, strict=True)]
     spaced, tight = (sum(words) + (1 + 2 * x) * len(columns) + 1 for x in (1, 0))
@@ -98,13 +100,15 @@ def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[st
     groups: rows by heading.
     cut: the last cell ends where the terminal does, instead of continuing on the next line.
     """
+    columns = list(map(printable, columns))
+    groups = {printable(key): [list(map(printable, row)) for row in rows] for key, rows in groups.items()}
     console = Console(markup=False, highlight=False)
     widths = [max(map(len, x)) + 2 for x in zip(columns, *chain.from_iterable(groups.values()), strict=True)][:-1]
     room = (console.width if console.is_terminal else WIDEST) - sum(widths)
 
     def write(cells: Sequence[str]) -> str:
         first = "".join(x.ljust(width) for x, width in zip(cells, widths, strict=False))
-        last = _printable(cells[-1])
+        last = cells[-1]
         if cut:
             return first + (last if len(last) <= room else f"{last[:room - 1]}\N{HORIZONTAL ELLIPSIS}")
         return first + f"\n{' ' * len(first)}".join(textwrap.wrap(last, room))
@@ -114,11 +118,6 @@ def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[st
         console.print(*([f"\n{heading}"] if heading else []), style="bold", soft_wrap=True)
         for row in rows:
             console.print(write(row), soft_wrap=True)
-
-
-def _printable(text: str) -> str:
-    """Text without control characters: untrusted text could contain terminal escape sequences."""
-    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
 def format_difference(difference: Difference | None, score: Score) -> tuple[str, str, str, str]:

@@ -9,6 +9,7 @@ from kvbench.analysis.formatting import print_table
 from kvbench.bench.records import Bench
 from kvbench.bench.table import list_lines, make_tables
 from kvbench.errors import UserError
+from kvbench.log import printable, say
 from kvbench.runs.files import read_file
 
 
@@ -21,13 +22,13 @@ def main(arguments: list[str]) -> int:
             where = bench.environment.gpu or bench.environment.cpu
             title = f"{path}: {bench.model.id}, {bench.kernels} kernels, {where}, {bench.status}"
             if brief:
-                sys.stdout.write("\n".join([title, *list_lines(bench), ""]))
+                sys.stdout.write(printable("\n".join([title, *list_lines(bench), ""])))
             else:
-                sys.stdout.write(f"{title}\n")
+                sys.stdout.write(printable(f"{title}\n"))
                 for table in make_tables(bench):
                     print_table(*table)
     except UserError as error:
-        sys.stderr.write(f"kvbench: {error}\n")
+        say(f"kvbench: {error}")
         return 2
     return 0
 

@@ -33,6 +33,7 @@ from kvbench.cli import (
     sweep,
     trace,
 )
+from kvbench.cli.output import echo
 from kvbench.collector import collect_rarely
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
@@ -49,7 +50,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvbench {__version__}")
+        echo(f"kvbench {__version__}")
         raise typer.Exit
 
 
@@ -141,7 +142,7 @@ def _command() -> Any:
 
 
 def _stop(message: str, code: int) -> int:
-    typer.echo(f"kvbench: {message}", err=True)
+    echo(f"kvbench: {message}", err=True)
     return code
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.options import Json, Out
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
+from kvbench.log import printable, say
 
 if TYPE_CHECKING:
     from kvbench.analysis.answers import Asked, CommonQuestions
@@ -34,7 +35,6 @@ def answers_command(
     """Show questions, reference answers, answers and scores of a run; of two runs, changed answers first."""
     from kvbench.analysis.answers import choose, read_asked
     from kvbench.analysis.load import find_run
-    from kvbench.log import say
 
     if len(runs) > 2:
         raise UserError(f"answers takes one or two runs, got {len(runs)}.")
@@ -42,8 +42,8 @@ def answers_command(
     shown = choose(found, wrong=wrong, sample=sample)
     width = max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
     for asked in shown:
-        typer.echo("\n".join([*_describe(asked, found.specs, width), ""]))
-    typer.echo(_summarize(found, shown))
+        echo("\n".join([*_describe(asked, found.specs, width), ""]))
+    echo(_summarize(found, shown))
     if shown and all(x.question is None for x in shown):
         say("the journal has no questions: kvbench 0.1 made it.")
     if as_json:
@@ -57,7 +57,7 @@ def _describe(asked: Asked, specs: tuple[RunSpec, ...], width: int) -> list[str]
     names = ["answer"] if len(specs) == 1 else _name(specs)
     space = max(map(len, ("reference", *names))) + 4
     score = " -> ".join(_score(x) for x in asked.lines)
-    rows = [f"{asked.sample}, question {asked.turn + 1}: {score}"]
+    rows = [f"{_visible(asked.sample)}, question {asked.turn + 1}: {score}"]
 
     def add(name: str, text: str) -> None:
         indent = f"  {name}".ljust(space)
@@ -96,10 +96,9 @@ def _ending(line: Line) -> str:
 
 
 def _visible(text: str) -> str:
-    """Text on one line, without control characters: an answer is untrusted and may have terminal escapes."""
+    """Text on one line, without control characters, cut where it is long."""
     shown = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more characters]"
-    shown = shown.replace("\n", "\\n")
-    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in shown)
+    return printable(shown.replace("\n", "\\n"))
 
 
 def _summarize(found: CommonQuestions, shown: list[Asked]) -> str:

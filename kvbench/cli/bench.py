@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def bench_command(
     ))
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
     context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
-    typer.echo(
+    echo(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
         f"{found.copy_bandwidth.before / 1e9:,.0f} GB/s{context}"
     )
@@ -120,7 +120,7 @@ def _print_plan(plan: Forecast) -> None:
     def host(count: int) -> str:
         return format_bytes(count) if count else "-"
 
-    typer.echo(
+    echo(
         f"{plan.model}, {plan.length:,} tokens x {plan.batch} on {plan.gpu}:\n{format_bytes(plan.weight_bytes)} of "
         f"weights, {format_bytes(plan.full_bytes)} of full caches, {format_bytes(plan.bandwidth)}/s"
     )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.options import Baseline, Json, Out
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
 RECOVERED = (
@@ -71,7 +71,7 @@ def compare_command(
     columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
     print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
     if any(x.p_adjusted is not None for x in differences):
-        typer.echo(UNADJUSTED)
+        echo(UNADJUSTED)
     if any(x.too_few for x in differences):
         contexts = min(x.contexts for x in differences if x.too_few)
         say(describe_too_few(contexts, len(differences)))

@@ -10,9 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
     _print_findings(record.findings)
     if name == "all" and samples is None:
         _save(record, RECORD)
-        typer.echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s.")
+        echo(f"{RECORD}: {len(record.runs)} runs, {record.environment.seconds:.0f} s.")
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
@@ -77,7 +75,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
 
     if dry_run:
         names = ", ".join(dict.fromkeys(x.statistic for x in find_findings(name)))
-        typer.echo(f"{texts or TEXTS} texts of {LENGTH:,} tokens. Statistics, where they fit the model: {names}.")
+        echo(f"{texts or TEXTS} texts of {LENGTH:,} tokens. Statistics, where they fit the model: {names}.")
         return 0
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     from kvbench.hf import load_model
@@ -110,16 +108,16 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     path = RECORD.with_name(f"{loaded.id}.json")
     held = read_file(path, FindingsRecord) if path.exists() else None
     if held is not None and held.texts > record.texts:
-        typer.echo(f"{path} is of {held.texts} texts and stays as it is.")
+        echo(f"{path} is of {held.texts} texts and stays as it is.")
     elif name == "all" or held is not None:
         whole = record if name == "all" or held is None else held.renew(record)
         if whole is None:
-            typer.echo(f"{path} is of other weights, texts or statistics and stays as it is.")
+            echo(f"{path} is of other weights, texts or statistics and stays as it is.")
         else:
             order = [x.name for x in find_findings("all")]
             found = sorted((x for x in whole.findings if x.name in order), key=lambda x: order.index(x.name))
             _save(whole.model_copy(update={"findings": tuple(found)}), path)
-            typer.echo(f"{path} is written.")
+            echo(f"{path} is written.")
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
@@ -171,4 +169,4 @@ def _print_findings(findings: tuple[FindingRecord, ...]) -> None:
             ))
         print_table(_title(finding), ("it holds if", "difference, 95% CI", "p (Holm)", "contexts", "verdict"), rows)
         if finding.remark and finding.verdict != "holds":
-            typer.echo(finding.remark)
+            echo(finding.remark)

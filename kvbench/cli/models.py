@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import unknown
 from kvbench.models.add import add_model, read_cards, remove_model
 from kvbench.models.sources import MB, SOURCES, find_added, find_source
@@ -28,7 +28,7 @@ def add_command(name: Name, *, as_json: Json = False) -> int:
     with show_download(source.name, source.download_bytes) as advance:
         folder = add_model(name, advance)
     card = read_cards()[folder.name]
-    print(
+    echo(
         f"{source.name} {'was here already' if present else 'is added'}: {card['weights']}, perplexity "
         f"{card['perplexity']} on the check text, {card['disk_bytes'] / MB:,.0f} MB in {folder}. "
         f"Use it: kvbench run --model {source.name} --method snapkv --task niah"
@@ -93,7 +93,7 @@ def show_command(name: Name, *, as_json: Json = False) -> int:
 @app.command("remove")
 def remove_command(name: Name) -> int:
     """Delete an added model and its downloads."""
-    print(f"{name} is removed: {remove_model(name) / MB:,.0f} MB are free again.")
+    echo(f"{name} is removed: {remove_model(name) / MB:,.0f} MB are free again.")
     return 0
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import typer
 
+from kvbench.log import printable
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text on standard output, or on standard error, without control characters except newlines."""
+    typer.echo(printable(text), err=err)
+
 
 def print_json(document: Any) -> None:
-    """Print a JSON document on one line; commands call this last."""
-    typer.echo(json.dumps(document, ensure_ascii=False))
+    """Print a JSON document on one line, with control characters escaped; commands call this last."""
+    text = json.dumps(document, ensure_ascii=False)
+    if not text.isprintable():
+        text = "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in text)
+    typer.echo(text)

@@ -10,7 +10,7 @@ import typer
 
 from kvbench.cli.findings import check_findings, measure_findings
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST_SAMPLES, UserError, check_number
 from kvbench.log import say
 
@@ -126,7 +126,7 @@ def _list_method(method: str, *, as_json: bool) -> int:
     plans = [plan_claim(x) for x in list_claims_of(method)]
     reason = None if plans else read_reasons().get(method, "The numbers of its paper have not been looked up yet.")
     if reason is not None:
-        typer.echo(f"no published number of {method} is in the claims files. {reason}")
+        echo(f"no published number of {method} is in the claims files. {reason}")
     groups: dict[str, list[ClaimPlan]] = {}
     for plan in plans:
         groups.setdefault(plan.claim.id.rpartition("/")[0], []).append(plan)
@@ -140,7 +140,7 @@ def _list_method(method: str, *, as_json: bool) -> int:
                 str(sum(not x.missing for x in group)), claim.evidence,
             ))
         print_list(("row", "measure", "budget", "visibility", "numbers", "runnable", "source"), tables)
-        typer.echo(f"\nOne row: kvbench reproduce {next(iter(groups))} --dry-run")
+        echo(f"\nOne row: kvbench reproduce {next(iter(groups))} --dry-run")
     if as_json:
         print_json({
             "method": method, "reason": reason,
@@ -224,11 +224,11 @@ def _show_plan(plans: list[ClaimPlan], *, as_json: bool) -> int:
     timed = [x["predicted_s"] is not None for x in documents]
     shown = [i for i, name in enumerate(head) if name != "time" or any(timed)]
     print_list([head[i] for i in shown], {name: [[x[i] for i in shown] for x in group] for name, group in rows.items()})
-    typer.echo("\nPredicted memory: weights and a full cache.")
+    echo("\nPredicted memory: weights and a full cache.")
     if any(timed):
-        typer.echo("Predicted time: one sample of each kind on this machine.")
+        echo("Predicted time: one sample of each kind on this machine.")
     if not all(timed):
-        typer.echo(
+        echo(
             f"No time for {timed.count(False)} of {len(timed)} rows: kvbench predicts it from one sample of each kind, "
             "which needs what is missing. docs/reproducing.md has hours that are predicted for one H100."
         )
@@ -268,7 +268,7 @@ def _run(plans: list[ClaimPlan], out: Path, *, as_json: bool) -> int:
         judged.append(judge(replace(plan, missing=(*plan.missing, *failed)), runs, beside))
     _print(judged)
     for (paper, table, model), points in find_unanchored(judged).items():
-        typer.echo(f"{paper}:{table}, {model}: not anchored, the full cache is {points:.2f} points from the paper's.")
+        echo(f"{paper}:{table}, {model}: not anchored, the full cache is {points:.2f} points from the paper's.")
     if as_json:
         print_json([x.document for x in judged])
     whole = all(x.status == "ok" for x in reports.values())
@@ -300,7 +300,7 @@ def _print(judged: list[Judgment]) -> None:
         ))
         differs |= dict.fromkeys(x.differs)
         if x.regime:
-            typer.echo(
+            echo(
                 f"{claim.id}: claimed {printed} ({claim.table.hardware or 'hardware not stated'}), here "
                 f"{_number(x.ours)}: {x.regime}"
             )
@@ -312,7 +312,7 @@ def _print(judged: list[Judgment]) -> None:
             for key, group in waiting.items()
         ])
     for text in differs:
-        typer.echo(f"differs from the paper: {text}")
+        echo(f"differs from the paper: {text}")
 
 
 def _number(number: Number, sign: str = "") -> str:

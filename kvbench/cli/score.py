@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.options import Json, Out
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 
 
 def score_command(
@@ -34,6 +34,6 @@ def score_command(
         ("95% CI", "-" if interval is None else metric.write_interval(interval)),
         ("samples", f"{record.n_scored} of {record.n_samples}"),
     ])
-    typer.echo(f"file: {path}")
+    echo(f"file: {path}")
     if as_json:
         print_json(record.model_dump(mode="json"))

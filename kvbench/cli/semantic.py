@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.options import Json, read_seconds
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST, MOST_SEED, unknown
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def semantic_command(
     times = None if seconds is None else read_seconds("--seconds", seconds, "0.03,0.2", positive=True)
     found = make_pairs(seed) if pairs is None else read_pairs(pairs)
     if len(found) > most:
-        typer.echo(f"{most:,} of {len(found):,} pairs are drawn. Give --most for more.", err=True)
+        echo(f"{most:,} of {len(found):,} pairs are drawn. Give --most for more.", err=True)
         found = random.Random(seed).sample(found, most)
     questions = semantic.embed_pairs(found, _find_embed(embedder))
     learn, test = semantic.split(questions, seed)
@@ -57,12 +57,12 @@ def semantic_command(
     columns = ("cache", "threshold", "hit rate", "precision", "recall", f"F{semantic.BETA}")
     print_table(f"{title}; on one half, learned on the other", columns, [_row(x) for x in outcomes])
     print_table("one threshold (GPTCache)", columns[1:], [_row(x)[1:] for x in curve])
-    typer.echo(
+    echo(
         f"Examples by clusters (IC-Cache): recall at {semantic.EXAMPLES} is {chosen.recall:.3f} with "
         f"{chosen.compared:.1%} of the comparisons, {chosen.exhaustive_recall:.3f} with all."
     )
     if times is not None:
-        typer.echo(f"Break-even hit rate at the declared times: {semantic.break_even(*times):.1%}.")
+        echo(f"Break-even hit rate at the declared times: {semantic.break_even(*times):.1%}.")
     if as_json:
         print_json({
             "kind": "semantic cache simulation", "pairs": str(pairs or "made"), "count": len(found),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def create_command(
     from kvbench.leaderboard.server.tokens import create_token
 
     token = create_token(database, name, scope)
-    typer.echo(token)
+    echo(token)
     if as_json:
         print_json({"name": name, "scope": scope, "token": token})
 
@@ -112,7 +112,7 @@ def revoke_command(
     _, database = _open(db, state)
     from kvbench.leaderboard.server.tokens import revoke_token
 
-    typer.echo(f"token {number} of {revoke_token(database, number).name} was revoked.")
+    echo(f"token {number} of {revoke_token(database, number).name} was revoked.")
 
 
 def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tuple[State, Database]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.options import Json, Out
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
 
@@ -101,7 +101,7 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
     done = len(finished_samples(read_lines(folder / "samples.jsonl"))) if journal and not finished else 0
     if not finished:
         print_table("", (spec.run_id, "not finished"), [("samples", f"{done} of {spec.samples}")])
-    typer.echo(f"made by: {write_command(spec)}\nanswers: kvbench answers {folder}")
+    echo(f"made by: {write_command(spec)}\nanswers: kvbench answers {folder}")
     if as_json:
         print_json(
             result.model_dump(mode="json") if finished

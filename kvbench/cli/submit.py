@@ -9,7 +9,7 @@ import typer
 
 from kvbench.cli.leaderboard import print_records
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def submit_command(
         manifests += [] if manifest is None else [manifest]
     if refused := delivered.count(None):
         what = "the submission" if len(folders) == 1 else f"{refused} of {len(folders)} submissions"
-        typer.echo(f"not delivered: {what} would be refused.", err=True)
+        echo(f"not delivered: {what} would be refused.", err=True)
     if there and manifests:
         _print_pull_request(there[0], manifests)
     if as_json:
@@ -102,14 +102,14 @@ def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -
 
     if to.startswith(HUB):
         address = send_to_hub(files, manifest, to.removeprefix(HUB))
-        typer.echo(f"pull request: {address}")
+        echo(f"pull request: {address}")
         return {"pull_request": address}
     if token:
         answer = send_to_server(files, to, token)
-        typer.echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
+        echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
         return answer
     place = put_in_folder(files, manifest, Path(to))
-    typer.echo(f"written to {place}")
+    echo(f"written to {place}")
     return {"folder": str(place)}
 
 
@@ -123,7 +123,7 @@ def _print_pull_request(root: Path, manifests: list[Manifest]) -> None:
     places = [(root / find_place(x)).resolve().relative_to(checkout) for x in manifests]
     what = manifests[0].run_id if len(manifests) == 1 else f"{len(manifests)}-runs-{manifests[0].run_id}"
     branch = f"{manifests[0].submitter}/{what}"
-    typer.echo(
+    echo(
         f"for a pull request, in {checkout}:\n"
         f"  git switch -c {branch}\n  git add {' '.join(map(str, places))}\n"
         f"  git commit -m '{what}'\n  git push -u origin {branch}"

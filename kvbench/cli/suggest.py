@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.options import Json
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
 
@@ -127,19 +127,19 @@ def _print_answer(answer: Suggestion) -> None:
     from kvbench.analysis.significance import UNADJUSTED
     from kvbench.report.suggestion import describe_lead
 
-    typer.echo(answer.verdict)
+    echo(answer.verdict)
     for x in answer.shown:
-        typer.echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', since {x.since}' if x.since else ''}")
+        echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', since {x.since}' if x.since else ''}")
     for judged in answer.judged:
         found = [(x.label, judged.standings[x.label]) for x in answer.shown if x.label in judged.standings]
         if found:
             print_table(judged.protocol.name, *_list_cells(found))
     if any(y.leads for x in answer.shown for y in x.standings):
-        typer.echo(f"* best or tied under this protocol. {UNADJUSTED}")
+        echo(f"* best or tied under this protocol. {UNADJUSTED}")
     if others := answer.techniques[len(answer.shown):]:
-        typer.echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
+        echo(f"{len(others)} more within the limit: {', '.join(x.label for x in others)}.")
     for note in answer.limits:
-        typer.echo(f"Note: {note}")
+        echo(f"Note: {note}")
 
 
 def _list_cells(found: Sequence[tuple[str, Standing]]) -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST_INSTANCES, UserError, check_number, unknown
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> i
         rows.append([x.cell.name, str(x.missing), shown if x.error is None else f"FAILS: {x.error}"])
     print_table("", ("cell", "samples to run", "predicted"), rows)
     seconds = sum(x.seconds or 0.0 for x in found)
-    typer.echo(
+    echo(
         f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted time {seconds / workers:.0f} s "
         f"with {workers} worker{'s' if workers > 1 else ''} (measured with the full cache on this machine)."
     )

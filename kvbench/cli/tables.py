@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import typer
-
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.doubts import find_strict
 from kvbench.analysis.formatting import format_bytes, format_difference, format_seconds, format_share, print_table
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
+from kvbench.cli.output import echo
 
 if TYPE_CHECKING:
     from kvbench.analysis.compare import Difference, Regressions
@@ -127,7 +126,7 @@ def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str], n
     """
     rows = []
     if not any(x.count for x in found):
-        typer.echo("No answer scores lower than the full cache's.")
+        echo("No answer scores lower than the full cache's.")
         return
     for run in found:
         worst = [f"{x.sample}, question {x.turn + 1}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]

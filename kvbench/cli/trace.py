@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.options import Json, read_seconds
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 from kvbench.cli.semantic import EMBEDDER, add_minilm, semantic_command
 from kvbench.errors import MOST_INSTANCES, MOST_SEED, UserError, check_number, unknown
 
@@ -62,11 +62,11 @@ def add_command(
     from kvbench.trace.sources import SOURCES, add_trace
 
     if name == EMBEDDER and folder is None:
-        typer.echo(add_minilm())
+        echo(add_minilm())
         return
     path = add_trace(name, folder)
     source = SOURCES[name]
-    typer.echo(f"{path}\n{source.repository} at {source.commit[:12]}, {source.license}: {source.contents}")
+    echo(f"{path}\n{source.repository} at {source.commit[:12]}, {source.license}: {source.contents}")
 
 
 @app.command("run")
@@ -106,7 +106,7 @@ def run_command(
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
-    typer.echo(f"{TITLE}: {found.name}, {len(found.requests):,} requests, blocks of {found.block_tokens} tokens")
+    echo(f"{TITLE}: {found.name}, {len(found.requests):,} requests, blocks of {found.block_tokens} tokens")
     columns = ("policy", "hit rate, 95 %", "tokens", "per request", "of optimum", "evictions", "rejected")
     for count in dict.fromkeys(x["blocks"] for x in rows):
         same = [x for x in rows if x["blocks"] == count]
@@ -136,7 +136,7 @@ def tiers_command(
     print_table(f"{TITLE}: {found.name}", ("tier", "blocks", "hit rate of the tier"), [
         (name, f"{capacity:,.0f}", f"{hits / max(1, ran.references):.4f}") for name, capacity, hits in rows
     ])
-    typer.echo(f"{ran.moved:,} blocks were moved to the device.")
+    echo(f"{ran.moved:,} blocks were moved to the device.")
     if as_json:
         print_json({"kind": TITLE, "trace": found.name, "tiers": rows, "moved": ran.moved})
 
