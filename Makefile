@@ -64,6 +64,7 @@ lint: $(STAMP) ## ruff, and mypy strict over kvbench with its methods, tasks and
 
 bench: $(STAMP) ## Measure what the harness costs, and a decode step of each method
 	$(BIN)/python scripts/bench.py
+	! grep -q '"status": "done"' results/bench/cpu-2-cores-steps.json || rm results/bench/cpu-2-cores-steps.json
 	$(ONE_THREAD) $(BIN)/kvbench bench --method all --method snapkv+adakv --method snapkv+kivi --model random:two-layers \
 		--length 16384 --chunk 2048 --timing step --budget 25% --out results/bench/cpu-2-cores-steps.json
 

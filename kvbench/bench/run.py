@@ -6,16 +6,24 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
+from kvbench.bench.earlier import (
+    check_environment,
+    check_identity,
+    find_changes,
+    is_finished,
+    list_options,
+    read_earlier,
+)
 from kvbench.bench.forecast import ANCHORS, LATER, State, make_methods
-from kvbench.bench.grid import MAX, run_cells
+from kvbench.bench.grid import MAX, describe, run_cells
 from kvbench.bench.job import BenchJob
 from kvbench.bench.measure import STEPS
 from kvbench.bench.outcome import Failure, attempt
@@ -29,7 +37,7 @@ from kvbench.log import say
 from kvbench.machine import free_bytes
 from kvbench.method import Method
 from kvbench.runs.environment import find_environment
-from kvbench.runs.files import read_file, write_record
+from kvbench.runs.files import write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
@@ -69,20 +77,34 @@ class BenchRequest:
 def run_bench(request: BenchRequest) -> Bench:
     """Time all cells of a request. The file, if one is requested, is rewritten after every cell.
 
+    An unfinished file of the same job is continued, and a finished one returned.
+
     Raises:
-        UserError: the request is invalid. Failures of single cells are outcomes of these cells.
+        UserError: the request is invalid, or the file is of another job, machine, code or model. Failures of single
+            cells are outcomes of these cells.
     """
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    held = read_earlier(request)
     job = replace(_prepare(request), deadline=began + (request.seconds or math.inf))
-    earlier = _read_unfinished(request)
-    job, done = replace(job, methods=_find_unfinished(job, earlier)), {_key(x) for x in earlier}
     model, device = job.setting.model, job.device
     where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
+    earlier: list[BenchCell] = []
+    if held is not None and request.out is not None:
+        check_identity(request.out, held, ModelSpec.of(model), map(describe, job.methods.values()))
+        if is_finished(held):
+            changes = "; ".join(find_changes(held, where))
+            other = f" It is of another machine or other code ({changes})." if changes else ""
+            say(f"already finished: showing {request.out}.{other} Delete the file to run it again.")
+            return held
+        check_environment(request.out, held, where)
+        earlier = [x for x in held.cells if x.outcome != "skipped"]
+        say(f"{request.out} has {len(earlier)} cells of this job: continuing with the others.")
+    job, done = replace(job, methods=_find_unfinished(job, earlier)), {_key(x) for x in earlier}
     cells = list(earlier)
 
     def save(status: Literal["running", "done"], after: float | None) -> Bench:
         bench = Bench(
-            status=status, command=_list_options(request),
+            status=status, command=list_options(request),
             model=ModelSpec.of(model), kernels=job.kernels,
             weight_bytes=job.outline.weight_bytes, memory_bytes=job.memory,
             copy_bandwidth=CopyBandwidth(
@@ -106,28 +128,6 @@ def run_bench(request: BenchRequest) -> Bench:
     run_cells(job, emit)
     after = attempt(partial(measure_copy, device))
     return save("done", None if isinstance(after, Failure) else after)
-
-
-def _list_options(request: BenchRequest) -> dict[str, Any]:
-    return {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(request).items() if key != "out"}
-
-
-def _read_unfinished(request: BenchRequest) -> list[BenchCell]:
-    """The cells of an unfinished job with the same options, `--seconds` aside, without those that were skipped."""
-    if request.out is None or not request.out.exists():
-        return []
-    try:
-        found = read_file(request.out, Bench)
-    except UserError:
-        return []
-    asked, earlier = _list_options(request), dict(found.command)
-    same = {**asked, "seconds": None} == {**earlier, "seconds": None}
-    finished = found.status == "done" and all(x.outcome != "skipped" for x in found.cells)
-    if not same or finished:
-        return []
-    cells = [x for x in found.cells if x.outcome != "skipped"]
-    say(f"{request.out} has {len(cells)} cells of this job: continuing with the others.")
-    return cells
 
 
 def _find_unfinished(job: BenchJob, earlier: Sequence[BenchCell]) -> dict[str, Method]:

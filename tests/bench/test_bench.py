@@ -753,6 +753,89 @@ def test_a_lost_device_ends_the_job_and_the_same_command_continues(bench, greedy
     assert (again.status, again.cells[:2], len(again.cells)) == ("done", found.cells[:2], 3)
 
 
+JOB = ("--method", "full", "--timing", "step")
+
+
+@pytest.fixture
+def finished(bench, tmp_path):
+    """The file of a finished job, and a function that writes it with another status and changed fields."""
+    out = tmp_path / "bench.json"
+    assert bench(*JOB, "--out", out).code == 0
+    record = json.loads(out.read_text())
+
+    def write(status, **parts):
+        changed = {name: {**record[name], **part} for name, part in parts.items()}
+        out.write_text(json.dumps({**record, "status": status, **changed}))
+        return out.read_bytes()
+
+    return out, write
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """No cell may be timed."""
+    monkeypatch.setattr("kvbench.bench.run.run_cells", lambda *_: pytest.fail("timed"))
+
+
+def test_a_finished_job_is_shown_and_not_timed_again(bench, finished, untimed):
+    """Whatever --seconds says now; on another machine, too, which the log says."""
+    out, write = finished
+    held = write("done")
+    for options in ((), ("--seconds", 5)):
+        answer = bench(*JOB, *options, "--out", out)
+        assert (answer.code, answer.json, out.read_bytes()) == (0, json.loads(held), held)
+        assert f"already finished: showing {out}. Delete the file" in answer.err
+    held = write("done", environment={"cpu": "abacus"})
+    answer = bench(*JOB, "--out", out)
+    assert (answer.code, out.read_bytes()) == (0, held)
+    assert "another machine or other code (cpu abacus, now " in answer.err
+
+
+def test_the_file_of_another_job_is_not_replaced(bench, finished, untimed):
+    """Finished or not; neither is one that is not a job's."""
+    out, write = finished
+    for status in ("done", "running"):
+        held = write(status)
+        answer = bench("--method", "snapkv", "--timing", "step", "--out", out)
+        assert (answer.code, out.read_bytes()) == (2, held)
+        assert f"--out {out} holds another job (methods full, now snapkv). Give another --out" in answer.err
+    for text in ("notes", "", "{}"):
+        out.write_text(text)
+        answer = bench(*JOB, "--out", out)
+        assert (answer.code, out.read_text()) == (2, text)
+        assert f"--out {out} exists and is no file of `kvbench bench`: " in answer.err
+
+
+@pytest.mark.parametrize(("part", "field", "value", "message"), [
+    ("environment", "cpu", "abacus", "another machine or other code (cpu abacus, now "),
+    ("environment", "gpu", "NVIDIA H200", "(gpu NVIDIA H200, now none)"),
+    ("environment", "threads", 99, "(threads 99, now "),
+    ("environment", "torch", "1.0", "(torch 1.0, now "),
+    ("environment", "git", {"commit": "a" * 40, "dirty": True}, "(git commit aaaaaaaaaaaa with changes, now "),
+    ("model", "sha256", "b" * 64, "another model or method (model sha256 bbbbbbbbbbbb, now "),
+])
+def test_an_unfinished_job_of_another_machine_is_not_continued(bench, finished, untimed, part, field, value, message):
+    """Nor of other code or weights; the message names the difference."""
+    out, write = finished
+    held = write("running", **{part: {field: value}})
+    answer = bench(*JOB, "--out", out)
+    assert (answer.code, out.read_bytes()) == (2, held)
+    assert message in answer.err
+
+
+def test_a_job_of_a_changed_method_is_not_shown(bench, greedy, tmp_path):
+    """The code of a user's own file is a part of the job, finished or not."""
+    out = tmp_path / "bench.json"
+    asked = ("--method", greedy, "--timing", "step", "--out", out)
+    assert bench(*asked).code == 0
+    held = out.read_bytes()
+    path = Path(greedy.partition(":")[0])
+    path.write_text(path.read_text() + "# changed")
+    answer = bench(*asked)
+    assert (answer.code, out.read_bytes()) == (2, held)
+    assert "another model or method (greedy code " in answer.err
+
+
 @pytest.mark.slow
 def test_absolute_times_of_a_cpu_are_not_printed(bench):
     """Speed-ups are; a synthetic state is stated."""
