@@ -96,6 +96,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     if plan.task is not None:
         data = f"{find_task(plan.task)().prompt_id}, {data}"
     key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
+    path = RECORD.with_name(f"{loaded.id.replace('/', '-')}.json")
     journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"
     for text, statistic in measure(loaded, plan, journal):
         say(f"text {text + 1} of {plan.texts}: {statistic}")
@@ -105,7 +106,6 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
         findings=judge(plan, read_journal(journal)),
     )
     _print_measured(record.findings, plan.texts)
-    path = RECORD.with_name(f"{loaded.id}.json")
     held = read_file(path, FindingsRecord) if path.exists() else None
     if held is not None and held.texts > record.texts:
         echo(f"{path} is of {held.texts} texts and stays as it is.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -244,3 +245,15 @@ def test_fewer_texts_do_not_replace_a_record(kvbench, monkeypatch, tmp_path):
         answer = kvbench("reproduce", "--shape", "all", "--model", "mini", "--samples", str(texts))
         assert json.loads(path.read_text())["texts"] == held
     assert "is of 2 texts and stays as it is" in answer.out
+
+
+def test_the_record_of_a_model_of_the_hub_has_no_slash(kvbench, model, monkeypatch, tmp_path):
+    """Its id has one, which would be a folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "LENGTH", 384)
+    monkeypatch.setattr(run, "choose_findings", lambda *_: find_findings("sparse-attention"))
+    monkeypatch.setattr("kvbench.hf.load_model", lambda _: replace(model, id="ORG/NAME"))
+    answer = kvbench("reproduce", "--shape", "all", "--model", "ORG/NAME", "--samples", "1")
+    assert answer.code == 0, answer.err
+    record = json.loads((tmp_path / "results" / "shape" / "ORG-NAME.json").read_text())
+    assert record["model"]["id"] == "ORG/NAME"
