@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -44,7 +45,8 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
     """Run one SELECT over the runs and findings below these folders; a table that the query does not name is not read.
 
     Raises:
-        UserError: DuckDB rejects the query, it is not exactly one statement, or not a SELECT; or there is no run.
+        UserError: DuckDB rejects the query, it is not exactly one statement, or not a SELECT; two of its columns have
+            one name; or there is no run.
     """
     duckdb = load_extra("duckdb", extra="query", what="kvbench query")
     words = set(re.findall(r"\w+", sql.lower()))
@@ -58,8 +60,10 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
                 connection.execute(f"CREATE TABLE {name} AS SELECT * FROM given")  # noqa: S608  # one of TABLES
                 connection.unregister("given")
             cursor = connection.execute(statements[0])
-            found = [tuple(map(_plain, row)) for row in cursor.fetchall()]
-            return QueryResult(tuple(x[0] for x in cursor.description), tuple(found))
+            columns = [x[0] for x in cursor.description]
+            if twice := [name for name, count in Counter(columns).items() if count > 1]:
+                raise UserError(f"several columns are called {', '.join(twice)}. Name them apart with AS.")
+            return QueryResult(tuple(columns), tuple(tuple(map(_plain, row)) for row in cursor.fetchall()))
         except duckdb.Error as error:
             reason = " ".join(str(error).partition("\nLINE ")[0].split())
             raise UserError(f"the query failed: {reason.rstrip('.!')}. {HINT}") from error

@@ -165,6 +165,15 @@ def test_values_become_json(folders):
     assert found.rows == ((None, 1.5, "2026-01-02", [1, 2], {"a": None}),)
 
 
+def test_columns_of_one_name_are_refused(kvbench, folders):
+    """As JSON, a row would have only the last of them."""
+    answer = kvbench("query", "SELECT 1 AS a, 2 AS a, 3 AS b", "--results", folders[0], "--json")
+    assert (answer.code, answer.out) == (2, "")
+    assert "several columns are called a. Name them apart with AS." in answer.err
+    answer = kvbench("query", "SELECT 1 AS a, 2 AS b", "--results", folders[0], "--json")
+    assert answer.json == [{"a": 1, "b": 2}]
+
+
 def test_control_characters_are_not_printed(kvbench, changed):
     """Names in files are untrusted text."""
     text = (changed / "result.json").read_text().replace('"snapkv"', '"\\u001b[2Jsnap"')
