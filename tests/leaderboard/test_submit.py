@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_bundle
-from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.deliver import DeliveryError, put_in_folder, send_to_server
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.verification.outcome import RefusedError
 
@@ -274,6 +275,38 @@ def test_an_unreachable_server_is_reported(kvbench, snapkv, monkeypatch):
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", "http://127.0.0.1:1")
     assert (done.code, "cannot be reached: [Errno 111] Connection refused" in done.err) == (1, True)
+
+
+def test_a_server_of_another_protocol_is_reported():
+    """As a port of SSH, which speaks first."""
+    def speak(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            while client.recv(1 << 16):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=speak, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(DeliveryError, match=r"as a web server does: SSH-2.0-OpenSSH_9.6 \(BadStatusLine\)"):
+            send_to_server({}, url, TOKEN)
+
+
+@pytest.mark.parametrize(("url", "warned"), [
+    ("http://localhost:1", False), ("http://LOCALHOST:1/board", False), ("http://127.0.0.1:1", False),
+    ("http://[::1]:1", False), ("http://localhost.example.invalid:1", True), ("http://127.0.0.1.example.invalid", True),
+    ("https://example.invalid", False),
+])
+def test_an_address_without_encryption_is_warned_of(url, warned, monkeypatch, capsys):
+    """Except on this machine, which the whole host name says and not its beginning."""
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", refuse)
+    with pytest.raises(DeliveryError):
+        send_to_server({}, url, TOKEN)
+    assert ("is not encrypted" in capsys.readouterr().err) is warned
 
 
 def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, monkeypatch, tmp_path):

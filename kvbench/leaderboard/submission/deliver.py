@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import os
@@ -98,7 +99,8 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
     """
     body = io.BytesIO()
     write_tar(files, body)
-    if url.startswith("http://") and not url.startswith(("http://127.0.0.1", "http://localhost", "http://[::1]")):
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "localhost", "::1"):
         say(f"{url} is not encrypted: others on the network can read your token. Use https if the server offers it.")
     request = urllib.request.Request(  # noqa: S310  # the caller checked the scheme
         f"{url.rstrip('/')}/api/submissions", data=body.getvalue(), method="POST",
@@ -115,6 +117,11 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
         reason = getattr(error, "reason", error)
         raise DeliveryError(
             f"{url} cannot be reached: {reason}. Try again: a repeated upload is not a second submission."
+        ) from error
+    except http.client.HTTPException as error:
+        reply = f"{str(error).strip()[:80]} ({type(error).__name__})"
+        raise DeliveryError(
+            f"{url} does not answer as a web server does: {reply}. Check the host and the port of --to."
         ) from error
 
 
@@ -168,6 +175,6 @@ def _opener() -> urllib.request.OpenerDirector:
 def _read(reply: IO[bytes]) -> dict[str, Any]:
     try:
         found = json.loads(reply.read(MAX_REPLY))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, http.client.HTTPException):
         found = None
     return found if isinstance(found, dict) else {}
