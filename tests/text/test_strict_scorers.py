@@ -11,7 +11,7 @@ from kvbench.registry import find_task
 from kvbench.runs.pooling import warn_of_pooling
 from kvbench.runs.results import Output, Score
 from kvbench.task import Encoded, EncodedTurn, Example, Turn
-from kvbench.text.scorers import find_form, match_first
+from kvbench.text.scorers import CONTAINS, MATCH_ALL, find_form, make_strict, match_first
 
 UUIDS = ["3f2a1b7c-1d2e-4f3a-9b8c-1234567890ab", "00000000-1111-2222-3333-444444444444"]
 
@@ -31,6 +31,38 @@ UUIDS = ["3f2a1b7c-1d2e-4f3a-9b8c-1234567890ab", "00000000-1111-2222-3333-444444
 def test_the_first_value_counts(prediction, references, score):
     """Numbers, ids and codes by their form; other answers by the first sentence, as whole words."""
     assert match_first(prediction, references, every=False) == score
+
+
+@pytest.mark.parametrize(("prediction", "reference", "score"), [
+    ("St. Louis", "St. Louis", 1.0), ("I live in St. Louis. So do I.", "St. Louis", 1.0),
+    ("Rome is old. St. Louis is new.", "St. Louis", 0.0), ("St. Paul\nSt. Louis", "St. Louis", 0.0),
+    ("at 5 p.m. today", "p.m.", 1.0),
+])
+def test_a_reference_may_hold_an_abbreviation(prediction, reference, score):
+    """A sentence does not end inside the reference."""
+    assert match_first(prediction, [reference], every=False) == score
+
+
+@pytest.mark.parametrize(("prediction", "reference", "score"), [
+    ("", "+", 0.0), ("-", "+", 0.0), ("1 + 1", "+", 0.0), (" +\nmore", "+", 1.0),
+    ("12.5", "12", 0.0), ("12,5", "12", 0.0), ("12.5kg", "12", 0.0), ("It is 12.", "12", 1.0), ("12.5.", "12.5", 1.0),
+    ("839,367", "839", 0.0), ("839,367", "367", 0.0), ("839,367", "839,367", 1.0), ("1, 839", "839", 1.0),
+    ("-5", "5", 0.0), ("5", "-5", 0.0), ("It is -5", "-5", 1.0), ("-12.5", "12.5", 0.0), ("key-5", "5", 1.0),
+    ("1111111,2222222", "1111111", 1.0), ("1111111,2222222", "2222222", 0.0), ("1111111.007", "1111111", 1.0),
+])
+def test_a_value_counts_as_a_whole(prediction, reference, score):
+    """A longer number, another sign or nothing is another value; a comma without a space may separate long numbers."""
+    assert match_first(prediction, [reference], every=False) == score
+
+
+@pytest.mark.parametrize(("published", "every"), [(CONTAINS, False), (MATCH_ALL, True)])
+@pytest.mark.parametrize(("prediction", "reference"), [
+    ("AbCdE", "aBcDe"), ("it is paris", "Paris"), ("C", "C++"), ("St Louis", "St. Louis"), ("UV-9", "uv-9"),
+])
+def test_a_strict_score_is_never_above_the_published_one(published, every, prediction, reference):
+    """Case counts where it does for the published scorer."""
+    strict = make_strict(published, every=every)
+    assert strict(prediction, (reference,), {}) <= published(prediction, (reference,), {})
 
 
 @pytest.mark.parametrize(("prediction", "score"), [
