@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.custom.files import HINT, RecordFile, TaskRecord, TaskTable, read_parts
+from kvbench.custom.files import HINT, RecordFile, TaskRecord, TaskTable, TurnRecord, read_parts
 from kvbench.errors import UserError
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
 from kvbench.text.scorers import SCORERS, name_strict
@@ -138,12 +138,29 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
     """Read a task from a TOML file and its JSONL file.
 
     Raises:
-        UserError: a file cannot be read, or a line of the JSONL file is not a valid record.
+        UserError: a file cannot be read, a line of the JSONL file is not a valid record, or a wrong choice would count.
     """
     table, records = read_parts(path)
     for line, error in records.errors.items():
         raise UserError(f"{records.path}, line {line}: {error}. {HINT}")
-    return make_task(table, records, find_scorer)
+    task = make_task(table, records, find_scorer)
+    for line, record in records.valid.items():
+        for index, turn in enumerate(record.turns):
+            if fault := find_credit(task, turn):
+                raise UserError(f"{records.path}, line {line}, turn {index}: {fault}. {HINT}")
+    return task
+
+
+def find_credit(task: type[CustomTask], turn: TurnRecord) -> str | None:
+    """Describe a choice that is no reference and that the task's scorer counts as much as the answer; None: none is."""
+    scorer, references = task.scorers[0], turn.references or [turn.answer.strip()]
+    right = {x.strip() for x in (turn.answer, *references)}
+    most = scorer(turn.answer, references, {}) or 0.0
+    for choice in turn.choices:
+        found = scorer(choice, references, {})
+        if choice.strip() not in right and found and found >= most:
+            return f"scorer {scorer.id} counts the wrong choice {choice!r} as right. Use the scorer exact@1"
+    return None
 
 
 def make_task(table: TaskTable, records: RecordFile, find_scorer: FindScorer) -> type[CustomTask]:

@@ -304,6 +304,23 @@ def test_the_most_likely_choice_is_the_prediction(kvbench, arguments, write, tmp
     assert line.stop_reason == "choice"
 
 
+@pytest.mark.parametrize("scorer", ["contains@1", "string-match-all@1"])
+def test_a_wrong_choice_that_would_count_is_refused(kvbench, write, model_folder, scorer):
+    """A run names the line, and so does `check`; `exact@1` tells the choices apart, and so may references."""
+    turn = {"question": "q", "answer": " 10", "choices": [" 10", " 100"]}
+    records = [RECORDS[0], {"id": "a", "context": "c" * 30, "turns": [turn]}]
+    message = f"scorer {scorer} counts the wrong choice ' 100' as right. Use the scorer exact@1"
+    path = write(records, scorer=scorer)
+    with pytest.raises(UserError, match=re.escape(f"records.jsonl, line 2, turn 0: {message}")):
+        read(path)
+    answer = kvbench("check", path, "--model", model_folder, "--json")
+    assert [(x["line"], x["turn"], x["what"]) for x in answer.json["findings"]] == [(2, 0, message)]
+    assert answer.code == 1
+    assert kvbench("check", write(records, scorer="exact@1"), "--model", model_folder).code == 0
+    both = {**turn, "references": ["10", "100"]}
+    assert read(write([{**records[1], "turns": [both]}], scorer=scorer)).scorers[0].id == scorer
+
+
 def test_a_mode_that_the_table_does_not_name_is_refused(kvbench, arguments, write):
     arguments[arguments.index("--task") + 1] = str(write(modes=["single"]))
     answer = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
