@@ -257,13 +257,17 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
     parts, *earlier = (_split(tokenizer, frame, x) for x in (example.parts, *example.earlier))
     if example.parts and "".join(example.parts) != example.context:
         raise UserError(f"example {example.id}: its parts do not make up its context. Join them without a separator.")
+
+    def follow(answer: str, turn: Turn) -> tuple[int, ...]:
+        return ids(right(answer) if turn.prefix else strip(answer))
+
     whole = (tokenize(tokenizer, frame.head + left(example.context), special=frame.special),)
     turns = tuple(
         EncodedTurn(
             first=ids(right(joint + turn.question) + frame.tail + turn.prefix),
             later=ids(middle + strip(turn.question) + frame.tail + turn.prefix),
-            answer=ids(right(turn.answer) if turn.prefix else strip(turn.answer)),
-            choices=tuple(ids(choice) for choice in turn.choices),
+            answer=follow(turn.answer, turn),
+            choices=tuple(follow(choice, turn) for choice in turn.choices),
         )
         for turn in example.turns
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from kvbench.errors import UserError
 from kvbench.registry import find_task
-from kvbench.task import Mode, Split, encode
+from kvbench.task import Example, Mode, Split, Turn, encode
+from kvbench.text.template import Frame
 from kvbench.text.tokens import tokenize_on
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -40,6 +42,19 @@ def test_no_space_is_put_between_parts(llama, name):
     assert llama.decode(ids, skip_special_tokens=True) == (
         f"{example.context}{task.joint}{one.question}{one.prefix}{one.answer}{task.separator}{two.question}{two.prefix}"
     )
+
+
+@pytest.mark.parametrize(("prefix", "trims", "expected"), [
+    ("", True, ["no", "yes"]), ("=", True, [" no", " yes"]), ("", False, [" no ", " yes "]),
+])
+def test_choices_are_trimmed_as_the_answer_is(llama, prefix, trims, expected):
+    """A template that strips messages strips choices, too; after a prefix the leading space stays."""
+    task = find_task("niah_single_1")()
+    turn = Turn("q", prefix, " yes ", ("yes",), 0, (" no ", " yes "))
+    frame = replace(Frame.plain(), trims=trims)
+    (found,) = encode(task, Example("x", "c", (turn,)), llama, frame).turns
+    assert ["".join(llama.convert_ids_to_tokens(x)).replace("▁", " ") for x in found.choices] == expected
+    assert found.answer in found.choices
 
 
 @pytest.mark.parametrize("text", ["", "a", " a", "\n\na", "=\n", "</s> a"])
