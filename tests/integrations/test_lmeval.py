@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -28,7 +29,7 @@ from kvbench.integrations.lmeval.tally import NotMeasuredError
 from kvbench.method import Budget
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import read_lines
-from kvbench.task import Split
+from kvbench.task import Split, encode
 from kvbench.tasks.prose import sentences
 
 MINI = Path(__file__).parents[2] / "kvbench" / "models" / "mini"
@@ -384,6 +385,23 @@ def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
     for file, expected in (("number.yaml", 1.0), ("wrong.yaml", 0.0)):
         found = run(file, "--method", "full").json
         assert (found["score"]["metric"], found["score"]["mean"]) == ("acc", expected)
+
+
+def test_a_target_is_compared_by_the_tokens_that_follow_a_prompt(folder):
+    """A tokenizer that puts a space before every text puts none before the target, which greedy decoding would miss."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *string.ascii_letters, *string.digits]
+    llama = LlamaTokenizer(vocab={x: i for i, x in enumerate(pieces)}, merges=[])
+    path = folder / "likelihood.yaml"
+    lines = CHOSEN.format(data=folder, kind="loglikelihood").splitlines(keepends=True)
+    text = "".join(x for x in lines if not x.startswith("doc_to_choice"))
+    path.write_text(text.replace("doc_to_target: 0", 'doc_to_target: "{{number}}"\ntarget_delimiter: ""'))
+    task = find_task(f"lm-eval:{path}")()
+    (made, *_) = examples(task, llama)
+    (turn,), (encoded,) = made.turns, encode(task, made, llama).turns
+    assert turn.references == (llama.decode(encoded.answer, skip_special_tokens=True),)
+    assert turn.max_new_tokens == len(encoded.answer)
+    facts = {**made.facts, **turn.facts}
+    assert task.scorers[0](llama.decode(encoded.answer, skip_special_tokens=True), turn.references, facts) == 1.0
 
 
 @pytest.mark.few(2)

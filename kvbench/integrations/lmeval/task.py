@@ -21,6 +21,7 @@ from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load
 from kvbench.machine import find_version, load_extra
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
 from kvbench.text.template import Frame
+from kvbench.text.tokens import tokenize_on
 
 FEWSHOT_SEED = 1234
 """lm_eval's default."""
@@ -189,7 +190,7 @@ def _compose(task: Any, doc_id: int, requests: Sequence[Any], tokenizer: Any) ->
     choices = tuple(space + x.arguments[1] for x in requests)
     if task.OUTPUT_TYPE == "loglikelihood":
         # The only metric that is a mean over documents: whether greedy decoding produces the target.
-        ids = tokenizer(choices[0], add_special_tokens=False).input_ids
+        ids = list(tokenize_on(tokenizer, choices[0]))
         turn = Turn("", "", choices[0], (str(tokenizer.decode(ids, skip_special_tokens=True)),), len(ids))
     else:
         if not (isinstance(target, int) and 0 <= target < len(choices)):
