@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,14 +17,15 @@ from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReuseMethod, attention
 
 @dataclass(frozen=True)
 class FusionRag(ReuseMethod):
-    """The question runs twice: to choose tokens by its attention in the last layer, and with them."""
+    """The question runs twice: to choose tokens by its attention to each document, and with them."""
 
     ratio: Share = 0.15
     """Share of the documents' tokens that is computed again."""
     similar: Natural = 1
-    """Similar documents before each one when it is run for its chunk."""
+    """Similar documents before each one when it is run for its chunk; all others if there are fewer."""
     card: ClassVar[Card] = Card(
         name="fusionrag",
+        version="2",
         title="From prefix cache to fusion RAG cache",
         idea="Offline, each document is run behind the instruction and similar documents, so that its entries have "
         "seen some. Online, the question's attention chooses the few tokens that are computed again.",
@@ -34,12 +35,13 @@ class FusionRag(ReuseMethod):
         stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="pooled",
-        upstream=Upstream(repo="qiyuxinlin/FusionRAG", commit=None, license=None),
+        upstream=Upstream(repo="qiyuxinlin/FusionRAG", commit="41864e8", license=None),
         deviations=(
             ("Similarity is the cosine of mean input embeddings of the model, not of a retrieval model's, and similar "
             "documents are those of the earlier prompts."),
+            ("One similar document; the authors' runner takes 9 of a corpus (`topk=10`, the document among them). "
+            "Earlier prompts have about four: with 9, each would run behind all others, whatever their similarity."),
         ),
-        unverified=("Number of similar documents.",),
         limits=(*LIMITS, "The question must stand in the prompt (`--visibility visible`)."),
     )
 
@@ -61,7 +63,7 @@ class FusionRag(ReuseMethod):
             mixed.add(mixed.obtain(before, part), start)
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: the tokens of documents that the question attends to most in the last layer."""
+        """COMPUTED: the tokens of documents that the question attends to most in the last layer, each by itself."""
         first, asked = len(mixed.reuse.parts[0]), mixed.length - mixed.tail
         if not asked:
             raise UserError(
@@ -70,9 +72,15 @@ class FusionRag(ReuseMethod):
         rows, importance = mixed.fresh, torch.zeros(mixed.length, device=mixed.ids.device)
 
         def look(step: Step, kv: LayerKV) -> None:
-            if step.layer == len(mixed.layers) - 1:
-                weights = attention_rows(step, kv.keys, rows, slice(len(rows) - asked, None))
-                importance.copy_(weights.sum((0, 1)))
+            if step.layer != len(mixed.layers) - 1:
+                return
+            question = step.query[:, :, len(rows) - asked :]
+            for start, part in mixed.parts[1:]:
+                # The document's stored keys stand behind the instruction; moving the question instead is the same.
+                moved = step.rope.shift(question, torch.full((1, asked), start - first, device=question.device))
+                keys = kv.keys[:, :, start : start + len(part)]
+                weights = attention_rows(replace(step, query=moved), keys, None, slice(None))
+                importance[start : start + len(part)] = weights.sum((0, 1))
 
         logits = mixed.run(rows, look=look)
         documents = mixed.places[first : mixed.tail]

@@ -261,7 +261,7 @@ def test_cache_craft_by_hand():
 
 
 def test_fusionrag_computes_the_tokens_that_the_question_attends_to():
-    """Weights of a token sum to one over all entries, so the chosen mass is the largest of that size."""
+    """The question runs twice, and a share of the documents' tokens once; without a question there is no choice."""
     with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)) as session:
         documents = sum(map(len, DOCUMENTS))
         assert {x.computed for x in session.layers} == {2 * len(TAIL) + int(0.2 * documents)}
@@ -274,6 +274,13 @@ def test_fusionrag_without_similar_documents_and_computation_is_concatenation_be
     plain = run(find_method("concat-aligned")(behind="instruction"))
     assert distance(run(find_method("fusionrag")(ratio=0.0, similar=0)), plain) < 1e-5
     assert distance(run(find_method("fusionrag")(ratio=0.0, similar=1)), plain) > 1e-3
+
+
+def test_fusionrag_takes_all_other_documents_where_there_are_fewer_similar_ones():
+    """Two of three."""
+    few, many = (run(find_method("fusionrag")(ratio=0.0, similar=x)) for x in (2, 9))
+    assert torch.equal(few, many)
+    assert distance(few, run(find_method("fusionrag")(ratio=0.0, similar=1))) > 1e-3
 
 
 NEUTRAL = {"temperature": 1.0, "scale": 1.0}

@@ -155,18 +155,24 @@ def test_relaycaching_computes_tokens_that_deviate_or_are_attended_to(passes):
 
 
 def test_fusionrag_computes_the_tokens_that_the_question_attends_to_most(passes):
-    """Summed over its tokens and heads in the last layer of the first pass, over documents alone."""
+    """In the last layer, over the keys of one document alone, as they stood behind the instruction."""
     with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)):
         pass
     step, keys, places = passes[LAST][0]
-    keys = keys[0].repeat_interleave(2, 0)
-    total = torch.zeros(LENGTH)
-    for row, place in enumerate(places.tolist()):
-        logits = (keys[:, : place + 1] @ step.query[0, :, row, :, None])[..., 0] * step.scale
-        total[: place + 1] += logits.softmax(-1).sum(0)
-    documents = total[len(LEAD) : AT_HAND]
-    chosen = len(LEAD) + documents.topk(int(0.2 * len(documents))).indices
-    assert find_rows(passes) == set(chosen.tolist()) | set(range(AT_HAND, LENGTH))
+    assert places.tolist() == list(range(AT_HAND, LENGTH))
+    rope, scores, start = model().ropes[LAST], [], len(LEAD)
+    for part in DOCUMENTS:
+        here = torch.arange(start, start + len(part))
+        raw = rope.rotate(keys[:, :, here], here[None], inverse=True)
+        stored = rope.rotate(raw, torch.arange(len(LEAD), len(LEAD) + len(part))[None])
+        total = torch.zeros(len(part))
+        for head in range(step.query.shape[1]):
+            for row in range(len(TAIL)):
+                total += (stored[0, head // 2] @ step.query[0, head, row] * step.scale).softmax(0)
+        scores += total.tolist()
+        start += len(part)
+    chosen = sorted(range(len(scores)), key=scores.__getitem__)[-int(0.2 * len(scores)) :]
+    assert find_rows(passes) == {len(LEAD) + x for x in chosen} | set(range(AT_HAND, LENGTH))
 
 
 def test_cache_craft_computes_the_tokens_that_attend_to_what_stood_before(passes):
