@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -43,10 +44,11 @@ class MagicPIG(ReadingMethod):
         "tables sample entries near the query's direction, and each is divided by the chance that it was sampled.",
         arxiv="2410.16179",
         year=2024,
+        version="2",
         family="retrieval",
         stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
-        heads="independent",
+        heads="indexed",
         upstream=Upstream(
             repo="Infini-AI-Lab/MagicPIG", commit="ac9aa36c866330ca6ad2ce342a7848d7df6f49bb", license="Apache-2.0"
         ),
@@ -95,7 +97,7 @@ class MagicPIG(ReadingMethod):
         query = step.query[:, :, 0].float()  # [B, H_q, D]
         planes, center = kv.scan(kv.index["planes"])[0, 0], kv.scan(kv.index["center"])[:, :, 0]
         counts = self.look_up(kv, self.hash(query[:, :, None], planes)[..., 0])  # [B, H_q, n]
-        sampled, share = self.thin(counts >= 2)
+        sampled, share = self.thin(counts >= 2, step)
         mask = torch.ones((*sampled.shape[:2], seen), dtype=torch.bool, device=query.device)
         inner = slice(self.sinks, kv.indexed - self.recent)
         mask[:, :, inner] = sampled
@@ -127,16 +129,24 @@ class MagicPIG(ReadingMethod):
         counts = torch.bincount(unit * held.shape[3] + found, minlength=batch * codes.shape[1] * held.shape[3])
         return counts.view(batch, codes.shape[1], -1)
 
-    def thin(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    def thin(self, sampled: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """At most as many samples as the budget leaves, at random, and the share of them. [B, H, n], [B, H]"""
-        most = self.sampled_entries
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        order = torch.randperm(sampled.shape[2], generator=generator).to(sampled.device)
-        rank = sampled[..., order].cumsum(-1)
-        kept = torch.zeros_like(sampled)
-        kept[..., order] = sampled[..., order] & (rank <= most)
-        total = sampled.sum(-1)
+        most, total = self.sampled_entries, sampled.sum(-1)
+        kept = sampled
+        if (total > most).any():
+            # by position and not by draw: the order is the same in a batch, alone, and however a question is split
+            numbers = torch.stack([
+                torch.rand(sampled.shape[1:], generator=self.seed_order(step.layer, x))
+                for x in step.positions[:, 0].tolist()
+            ]).to(sampled.device)
+            best = numbers.masked_fill(~sampled, -1).topk(min(most, sampled.shape[2]), dim=-1).indices
+            kept = torch.zeros_like(sampled).scatter_(-1, best, True) & sampled
         return kept, (most / total.clamp_min(1)).clamp_max(1)
+
+    def seed_order(self, layer: int, position: int) -> torch.Generator:
+        """Random numbers of a layer and a token."""
+        place = random.Random(f"{self.seed} {layer} {position}")
+        return torch.Generator().manual_seed(place.getrandbits(32))  # of a longer seed torch takes 32 bits on a CPU
 
     def chance(self, cosine: Tensor) -> Tensor:
         """The chance that two vectors at this angle share the code of two tables or more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,16 +118,70 @@ def test_the_estimate_is_unbiased_over_seeds(make_step):
 def test_samples_beyond_the_budget_are_left_out_and_weighed(make_step):
     """Equal vectors are always sampled: of 33, 10 are read, each for 3.3."""
     method = MagicPIG(bits=1, tables=60, sinks=2, recent=5, rows=17, length=40)
-    kept, share = method.thin(torch.ones(1, 3, 33, dtype=torch.bool))
+    step = make_step(draw(1, 4, 1, 8), draw(1, 2, 1, 8), before=40)
+    kept, share = method.thin(torch.ones(1, 3, 33, dtype=torch.bool), step)
     assert kept.sum(-1).tolist() == [[10, 10, 10]]
     assert share.tolist() == [[pytest.approx(10 / 33)] * 3]
     few = torch.zeros(1, 1, 33, dtype=torch.bool)
     few[..., :4] = True
-    kept, share = method.thin(few)
+    kept, share = method.thin(few, step)
     assert kept.equal(few)
     assert share.item() == 1
     *_, kv = answer(method, make_step)
     assert kv.reads["entries_read"] <= 4 * (17 + 1)
+
+
+def place_step(make_step, positions, layer=0):
+    """A token at a position of its own in every sequence of a batch."""
+    vectors = draw(len(positions), 2, 1, 8)
+    return replace(make_step(vectors, vectors), layer=layer, positions=torch.tensor(positions)[:, None])
+
+
+def test_every_head_layer_and_token_leaves_out_others(make_step):
+    """The order depends on nothing else: a token of a batch leaves out what it leaves out alone, and does so again."""
+    method, all_sampled = MagicPIG(sinks=2, recent=5, rows=17, length=40), torch.ones(1, 3, 33, dtype=torch.bool)
+
+    def keep(positions, layer=0):
+        step = place_step(make_step, positions, layer)
+        return method.thin(all_sampled.expand(len(positions), -1, -1), step)[0]
+
+    first = keep([40])
+    sets = [*first[0], *keep([41])[0], *keep([40], layer=1)[0], *replace(method, seed=1).thin(
+        all_sampled, place_step(make_step, [40]))[0][0]]
+    assert len({tuple(x.tolist()) for x in sets}) == 12
+    assert keep([40, 41, 40]).equal(torch.cat([first, keep([41]), first]))
+
+
+def test_no_entry_is_left_out_more_often_than_others(make_step):
+    """Of 33 samples 10 are read: over 400 tokens each of them about 121 times."""
+    method = MagicPIG(sinks=2, recent=5, rows=17, length=40)
+    step = place_step(make_step, list(range(40, 440)))
+    counts = method.thin(torch.ones(400, 1, 33, dtype=torch.bool), step)[0].sum(0)
+    assert 80 < counts.min() <= counts.max() < 165
+
+
+def test_the_reads_of_a_question_do_not_depend_on_chunks(make_step):
+    """Four tokens at once, in two parts, and one of two in a batch: the same outputs, with samples left out."""
+    method = MagicPIG(bits=1, tables=60, sinks=2, recent=5, rows=17, length=40)
+    asked = [draw(2, heads, 4, 8, seed=3 + heads) for heads in (4, 2)]
+
+    def run(rows, parts):
+        key = draw(2, 2, 40, 8, seed=1)[rows]
+        kv, step = method.layer(0), make_step(draw(2, 4, 40, 8)[rows], key, scale=0.35)
+        kv.append(step)
+        method.evict(kv, step)
+        outputs = []
+        for part in parts:
+            query, key = (x[rows][:, :, part] for x in asked)
+            more = make_step(query, key, before=40 + part.start, moment=Moment.TURN_END, scale=0.35)
+            kv.append(more)
+            outputs.append(method.attend(kv, more))
+        assert kv.reads["entries_skipped"]
+        return torch.cat(outputs, 2)
+
+    whole = run(slice(0, 2), [slice(0, 4)])
+    assert torch.allclose(run(slice(0, 2), [slice(0, 1), slice(1, 4)]), whole, atol=1e-5)
+    assert torch.allclose(run(slice(1, 2), [slice(0, 4)]), whole[1:], atol=1e-5)
 
 
 def test_samples_stand_for_those_that_were_left_out(make_step):
