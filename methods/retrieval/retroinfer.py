@@ -42,6 +42,7 @@ class RetroInfer(ReadingMethod):
         "that follow them is estimated from their mean key, their size and the sum of their values.",
         arxiv="2505.02922",
         year=2025,
+        version="2",
         family="retrieval",
         stages=("retrieval",),
         budget=BudgetKind.READ,
@@ -53,6 +54,9 @@ class RetroInfer(ReadingMethod):
             "read whole clusters."),
             ("Later entries are always read, in addition to the budget; the authors cluster generated tokens whenever "
             "there are 1,024."),
+            ("Keys are normalized in k-means, and every key is in a cluster of its own segment. The authors' k-means "
+            "updates directions with unnormalized keys, and its last pass assigns keys to the centers of all segments, "
+            "which matters for contexts longer than one segment."),
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of clusters on the device."),
         ),
@@ -102,7 +106,10 @@ class RetroInfer(ReadingMethod):
         left = sizes - taken
         places = shares.masked_fill(left == 0, -1).topk(count, dim=-1).indices  # [B, H_kv, Z]
         counts = left.gather(-1, places).float()[:, :, None].log()  # -inf: nothing is left of it
-        zone = logits.gather(-1, places[:, :, None].expand(-1, -1, logits.shape[2], -1)) + counts
+        zone = logits.gather(-1, places[:, :, None].expand(-1, -1, logits.shape[2], -1))
+        if step.softcap is not None:  # as in the attention that the estimate is merged with
+            zone = step.softcap * torch.tanh(zone / step.softcap)
+        zone = zone + counts
         values = kv.scan(kv.index["values"].gather(2, places[..., None].expand(-1, -1, -1, kv.values.shape[3])))
         lse = zone.logsumexp(-1)
         weights = (zone - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

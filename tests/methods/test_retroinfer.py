@@ -15,8 +15,11 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def answer(make_step, keys, **settings):
-    """One token after a context with these keys: its output, that of full attention, and the store."""
+def answer(make_step, keys, *, softcap=None, factor=1, **settings):
+    """One token after a context with these keys: its output, that of full attention, and the store.
+
+    factor: of the query.
+    """
     length = keys.shape[2]
     method = RetroInfer(**{"sinks": 2, "recent": 2, "cluster": 8, "rows": 20, "length": length, **settings})
     values = draw(1, 2, length, 8, seed=2)
@@ -25,12 +28,12 @@ def answer(make_step, keys, **settings):
     kv.append(step)
     method.evict(kv, step)
     later = make_step(
-        draw(1, 4, 1, 8, seed=3), draw(1, 2, 1, 8, seed=4), draw(1, 2, 1, 8, seed=5), before=length,
-        moment=Moment.DECODE, scale=0.4,
+        factor * draw(1, 4, 1, 8, seed=3), draw(1, 2, 1, 8, seed=4), draw(1, 2, 1, 8, seed=5), before=length,
+        moment=Moment.DECODE, scale=0.4, softcap=softcap,
     )
     kv.append(later)
     weights = attention_weights(
-        later.query, torch.cat([keys, later.key], 2), scale=0.4, seen=length + 1
+        later.query, torch.cat([keys, later.key], 2), scale=0.4, seen=length + 1, softcap=softcap
     ).float()
     wanted = (weights @ torch.cat([values, later.value], 2)[:, :, None]).flatten(1, 2)
     return method.attend(kv, later), wanted, kv
@@ -42,9 +45,13 @@ def in_eights():
     return torch.cat([draw(1, 2, 2, 8, seed=6), middle, draw(1, 2, 2, 8, seed=7)], dim=2)
 
 
-def test_clusters_of_equal_keys_are_estimated_exactly(make_step):
-    """Two of eight clusters are read, six estimated: full attention, because no key differs from its cluster's mean."""
-    output, wanted, kv = answer(make_step, in_eights(), estimated=1.0)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "factor": 6}])
+def test_clusters_of_equal_keys_are_estimated_exactly(make_step, options):
+    """Two of eight clusters are read, six estimated: full attention, because no key differs from its cluster's mean.
+
+    Also with the model's soft cap and logits that exceed it.
+    """
+    output, wanted, kv = answer(make_step, in_eights(), estimated=1.0, **options)
     assert kv.reads["entries_skipped"] == 2 * (69 - 21)
     assert torch.allclose(output, wanted, atol=1e-5)
 
