@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,6 +106,21 @@ def project_queries(attention: nn.Module, hidden: Tensor, width: int) -> Tensor 
     query = project(hidden).unflatten(-1, (-1, width)).transpose(1, 2)
     norm = getattr(attention, "q_norm", None)
     return query if norm is None else cast("Tensor", norm(query))
+
+
+def find_bias(attention: nn.Module, kind: Literal["k", "v"], heads: int, width: int) -> Tensor:
+    """The bias of a layer's keys or values; zeros if there is none, or it is not found. [H_kv, D] float32
+
+    A norm after the projection leaves nothing that is added to every vector.
+    """
+    project = getattr(attention, f"{kind}_proj", None)
+    normed = any(name.startswith(f"{kind}_") and "norm" in name for name, _ in attention.named_children())
+    if not isinstance(project, nn.Linear) or project.bias is None or project.out_features != heads * width or normed:
+        return torch.zeros(heads, width)
+    # The bias itself is not in memory where weights are offloaded, so the module is run.
+    zero = torch.zeros(1, project.in_features, dtype=project.bias.dtype, device=_running_device(project))
+    found: Tensor = project(zero)[0].float().view(heads, width)
+    return found
 
 
 AttentionInterface.register(NAME, _attention)
@@ -267,10 +282,14 @@ def run_model(module: PreTrainedModel, ids: Tensor, forward: Forward, keep: int 
 
 
 def embedding_device(module: PreTrainedModel) -> torch.device:
-    """The device for the model's inputs. Offloaded weights are moved there by accelerate's hook."""
-    embedding: Any = module.get_input_embeddings()
-    spread = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return torch.device(embedding.weight.device if spread is None else spread)
+    """The device for the model's inputs."""
+    return _running_device(module.get_input_embeddings())
+
+
+def _running_device(module: Any) -> torch.device:
+    """The device on which a part of a model runs. Offloaded weights are moved there by accelerate's hook."""
+    spread = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return torch.device(module.weight.device if spread is None else spread)
 
 
 def keeps_logits(module: nn.Module) -> bool:

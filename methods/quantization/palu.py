@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.errors import UserError
+from kvbench.hf.adapter import find_bias
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.selection import require_inverse_rotation
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 EXACT_BITS = 16
-NUMBER_BYTES = 2
+NUMBER_BYTES, BIAS_BYTES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Palu(CodedMethod):
     """Tokens of text on which subspaces are found, before the run."""
 
     subspaces: str | None = resolved(by_bind=True)
-    """SHA-256 of the subspaces of all layers."""
+    """SHA-256 of the subspaces and biases of all layers."""
 
     card: ClassVar[Card] = Card(
         name="palu",
+        version="2",
         title="Palu: Compressing KV-Cache with Low-Rank Projection",
         idea="The projections that make keys and values are nearly of low rank, more so for several heads together. "
         "The cache holds the narrow product, and attention restores keys and values from it.",
@@ -55,9 +57,14 @@ class Palu(CodedMethod):
         heads="pooled",
         upstream=None,
         deviations=(
-            ("Latents are projections of keys before rotation and of values, not outputs of factored weights. With the "
-            "factors that are best on a text, which the paper finds by whitening its activations, the two are equal: "
-            "the best weights project keys on the subspace of the text's keys."),
+            ("Latents are projections of the model's keys before rotation and of its values, less the bias of their "
+            "projection, which is added back to what is restored; they are not outputs of factored weights. With the "
+            "factors that are best on a text, which the paper finds by whitening its activations, the two are equal "
+            "up to the rounding of the model's keys: the best weights project keys without bias on the subspace of "
+            "the text's."),
+            ("Below 16 bits, latents are coordinates in an orthonormal basis, quantized with a scale and a minimum per "
+            "token and head. The authors' latents carry the square roots of the singular values and have one scale "
+            "per token and group of heads."),
             ("All layers have the same rank; the paper gives layers different ranks by the Fisher information, for "
             "which it needs gradients."),
             "Values are restored too; the paper merges their second factor into the output projection.",
@@ -66,14 +73,17 @@ class Palu(CodedMethod):
             "the prefill is approximate as well."),
         ),
         unverified=(
-            "The paper's code was not read. rank and group are the paper's main setting, from memory.",
+            ("Of the authors' code only the factored projection and its quantizer were read. rank and group are the "
+            "paper's main setting, from memory."),
             "tokens: chosen so that calibration takes seconds.",
         ),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             ("A step restores and rotates every key: in plain PyTorch it is many times slower than the full cache."),
-            ("The subspaces count as stored bytes, 2 bytes for each channel and rank of a group; in the paper they are "
-            "weights, and the model's own become smaller."),
+            ("The subspaces count as stored bytes, 2 bytes for each channel and rank of a group, and biases 4 bytes "
+            "for each channel; in the paper they are weights, and the model's own become smaller."),
+            ("Biases are found where projections are called k_proj and v_proj and no norm follows; those of a "
+            "projection of queries, keys and values in one stay in the latents."),
             "The manual's text differs between versions of Python; the result records a hash of the subspaces.",
         ),
     )
@@ -81,7 +91,11 @@ class Palu(CodedMethod):
     def bind(self, model: Model) -> Self:
         """Find subspaces, once per process and model (`UserError` where rotations cannot be inverted)."""
         require_inverse_rotation(model, "palu")
-        recorder = ProjectionRecorder(heads=self.group)
+        biases = tuple(
+            (find_bias(attention, "k", x.kv_heads, x.key_dim), find_bias(attention, "v", x.kv_heads, x.value_dim))
+            for attention, x in zip(model.attentions, model.layers, strict=True)
+        )
+        recorder = ProjectionRecorder(heads=self.group, biases=biases)
         return replace(self, subspaces=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -108,7 +122,7 @@ class Palu(CodedMethod):
         if self.subspaces is None:
             keys = values = None
         else:
-            keys, values = calibrated(self.subspaces, layer)  # [H_kv / g, g, D, g * D], the largest first
+            keys, values = calibrated(self.subspaces, layer)
         return (LatentCoder.of(keys, self.rank, self.group, self.bits),
                 LatentCoder.of(values, self.rank, self.group, self.bits))
 
@@ -118,27 +132,31 @@ class Palu(CodedMethod):
         return CodedKV(key_coder=keys, value_coder=values, plain=True)
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Bytes of the subspaces, which all sequences use."""
+        """Bytes of the subspaces and biases, which all sequences use."""
         return self.tensor_bytes(shape)
 
 
 @dataclass(frozen=True)
 class LatentCoder(Coder):
-    """Coordinates of a group of heads in an orthonormal basis, shared out evenly to the heads of the group."""
+    """Coordinates, less a bias, of a group of heads in an orthonormal basis, shared out evenly to its heads."""
 
     rank: float
     group: int
     bits: int
     basis: Tensor | None = None
     """Orthonormal columns by group of heads. [H_kv / g, g * D, g * r] float16; None: not found yet."""
+    bias: Tensor | None = None
+    """The bias of the model's projection. [H_kv, D] float32; None: nothing."""
 
     @classmethod
-    def of(cls, vectors: Tensor | None, rank: float, group: int, bits: int) -> Self:
-        """The coder of the first vectors of each group. vectors: [H_kv / g, g, D, g * D]; None: not found yet."""
-        if vectors is None:
+    def of(cls, found: Tensor | None, rank: float, group: int, bits: int) -> Self:
+        """The coder of the first vectors of each group. found: see `ProjectionRecorder`; None: not found yet."""
+        if found is None:
             return cls(rank, group, bits)
-        heads, channels = vectors.shape[1:3]
-        return cls(rank, group, bits, vectors[..., : heads * int(rank * channels)].flatten(1, 2).half())
+        heads, channels = found.shape[1:3]
+        basis = found[..., : heads * int(rank * channels)].flatten(1, 2).half()
+        bias = found[..., -1].flatten(0, 1).clone()  # a view would keep all vectors alive
+        return cls(rank, group, bits, basis, bias if bias.any() else None)
 
     def _find(self, heads: int) -> tuple[Tensor, int]:
         assert self.basis is not None, "call bind first: subspaces are found on the model"
@@ -147,7 +165,10 @@ class LatentCoder(Coder):
     def encode(self, x: Tensor) -> Parts:
         """Project groups of heads."""
         basis, heads = self._find(x.shape[1])
-        latent = _split(_join(x.float(), heads) @ basis.to(x.device), heads)
+        # A bias is the same for all tokens and can be hundreds of times larger than what differs: in latents it would
+        # take a rank, and their 16 bits or levels.
+        apart = x.float() if self.bias is None else x.float() - self.bias[:, None].to(x.device)
+        latent = _split(_join(apart, heads) @ basis.to(x.device), heads)
         return {"latent": as_norm(latent)} if self.bits == EXACT_BITS else self._quantizer.encode(latent)
 
     def decode(self, parts: Parts, width: int) -> Tensor:
@@ -158,7 +179,8 @@ class LatentCoder(Coder):
         else:
             latent = self._quantizer.back(self._quantizer.decode(parts, rank))
         basis, heads = self._find(latent.shape[1])
-        return _split(_join(latent, heads) @ basis.mT.to(latent.device), heads)
+        restored = _split(_join(latent, heads) @ basis.mT.to(latent.device), heads)
+        return restored if self.bias is None else restored + self.bias[:, None].to(latent.device)
 
     @property
     def _quantizer(self) -> HadamardCoder:
@@ -170,13 +192,13 @@ class LatentCoder(Coder):
         return rank * NUMBER_BYTES if self.bits == EXACT_BITS else self._quantizer.entry_bytes(rank)
 
     def fixed_bytes(self, width: int, heads: int) -> int:
-        """The basis."""
-        group = min(self.group, heads)
-        return heads * width * group * int(self.rank * width) * NUMBER_BYTES
+        """The basis and the bias."""
+        bias = 0 if self.bias is None else BIAS_BYTES
+        return heads * width * (min(self.group, heads) * int(self.rank * width) * NUMBER_BYTES + bias)
 
     def tensors(self) -> list[Tensor]:
-        """The basis."""
-        return [] if self.basis is None else [self.basis]
+        """The basis and the bias."""
+        return [x for x in (self.basis, self.bias) if x is not None]
 
 
 def _join(x: Tensor, heads: int) -> Tensor:
@@ -193,23 +215,33 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ProjectionRecorder(Method):
-    """The full cache; sums up products of the channels of groups of heads, of keys before rotation and of values."""
+    """The full cache; sums up products of the channels of groups of heads, of keys before rotation and of values.
+
+    Both are without the bias of their projection.
+    """
 
     heads: int = 4
+    biases: tuple[tuple[Tensor, Tensor], ...] = field(default=(), compare=False)
+    """Of keys and of values, by layer; the model decides them. [H_kv, D] each"""
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every entry. [B, H_q, T, D_v]"""
         plain = step.rope.rotate(step.key.float(), step.positions, inverse=True)
         heads = min(self.heads, plain.shape[1])
         kv.state["heads"] = torch.tensor(heads)
-        for name, x in (("key", plain), ("value", step.value.float())):
-            joined = _join(x, heads)[0].double()
+        for name, x, bias in zip(("key", "value"), (plain, step.value.float()), self.biases[step.layer], strict=True):
+            joined = _join(x - bias[:, None].to(x.device), heads)[0].double()
             kv.state[name] = joined.mT @ joined + kv.state.get(name, 0)
+            kv.state[f"{name}_bias"] = bias.to(x.device)
         return kv.attend(step)
 
     def summarize(self, state: dict[str, Tensor], tokens: int) -> Tensor:
-        """Orthonormal vectors of keys and of values, the largest first. [2, H_kv / g, g, D, g * D]"""
+        """Orthonormal vectors of keys and of values, the largest first, and last the bias.
+
+        [2, H_kv / g, g, D, g * D + 1]
+        """
         del tokens
+        heads = int(state["heads"])
         vectors = torch.linalg.eigh(torch.stack([state["key"], state["value"]])).eigenvectors.flip(-1).float()
-        found: Tensor = vectors.unflatten(2, (int(state["heads"]), -1))
-        return found
+        bias = torch.stack([state["key_bias"], state["value_bias"]]).unflatten(1, (-1, heads))
+        return torch.cat([vectors.unflatten(2, (heads, -1)), bias[..., None]], dim=-1)
