@@ -35,13 +35,14 @@ class RelayCaching(ReuseMethod):
     end: Share = 0.9
     """Layers above this share of the depth take over all entries again."""
     deviation: float = 1.5
-    """A token is computed again if its values deviate by more than this many times the mean."""
+    """A document's token is computed again if its values deviate by more than this many times the documents' mean."""
     influence: float = 1.45
-    """Or if the last tokens attend to it more than this many times the mean."""
+    """Or if the last tokens attend to it more than this many times the documents' mean."""
     suffix: Positive = 10
     """Last tokens whose attention counts."""
     card: ClassVar[Card] = Card(
         name="relaycaching",
+        version="2",
         title="RelayCaching: reusing decoding-phase caches between agents",
         idea="Text that one agent wrote is read by the next, and its entries exist. They deviate mainly in middle "
         "layers and on few tokens, and these are computed again.",
@@ -63,11 +64,13 @@ class RelayCaching(ReuseMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the parts that occur in earlier prompts, as they were there."""
+        """TAKEN OVER: documents of earlier prompts, as they were there, and the instruction if one begins with it."""
         for i, (start, part) in enumerate(mixed.parts):
             source = find_source(mixed, i)
             if source is not None:
                 prompt, place = source
+                if place and not i:
+                    continue  # behind other text it is not exact, and only documents are corrected
                 first = sum(map(len, prompt[:place]))
                 mixed.add(run_earlier(mixed, prompt), start, first=first, count=len(part))
 
@@ -82,6 +85,7 @@ class RelayCaching(ReuseMethod):
             if step.layer != check:
                 return None
             at_hand = mixed.reused.nonzero()[:, 0]
+            at_hand = at_hand[at_hand >= len(mixed.reuse.parts[0])]  # the instruction is exact, and has the sink tokens
             old, new = (x[0].transpose(0, 1).flatten(1).float() for x in (kv.values, step.value))  # [N, H_kv * D_v]
             change = 1 - torch.cosine_similarity(old[at_hand], new[at_hand])
             change = change.where(change > ROUNDING, 0.0)

@@ -154,6 +154,37 @@ def test_relaycaching_computes_tokens_that_deviate_or_are_attended_to(passes):
     assert set(passes[2][-1][2].tolist()) == wanted | set(range(len(LEAD))) | set(range(AT_HAND, LENGTH))
 
 
+def test_relaycaching_takes_both_means_over_the_documents(passes):
+    """An instruction of 120 tokens that an earlier prompt begins with, too, has deviations of 0 and is left out."""
+    lead = tuple(random_ids(120, seed=61))
+    parts, other = (lead, *MOVED[1:]), (lead, *DOCUMENTS)
+    settings = {"start": 0.0, "detect": 0.34, "end": 1.0, "suffix": 3}
+    with prefilled(find_method("relaycaching")(**settings), parts=parts, earlier=(other,)):
+        pass
+    ids = [*join(parts), *TAIL]
+    taken = list(range(len(lead), len(ids) - len(TAIL)))
+    step, old = observe_full(ids)[1], run_prompt(model(), join(other)).values[1]
+    places = {part: sum(map(len, other[: other.index(part)])) for part in DOCUMENTS}
+    source = [places[part] + i for part in parts[1:] for i in range(len(part))]
+    new, old = (x.transpose(0, 1).flatten(1) for x in (step.value[0], old[0]))
+    change = torch.zeros(taken[-1] + 1)
+    change[taken] = 1 - torch.cosine_similarity(new[taken], old[source])
+    weights = torch.zeros(len(ids))
+    for row in range(len(ids) - 3, len(ids)):
+        weights[: row + 1] += weigh(step, row, list(range(row + 1))).sum(0)
+    for first in (0, len(lead)):
+        means = change[first:].mean(), weights[first : taken[-1] + 1].mean()
+        chosen = {x for x in taken if change[x] > 1.5 * means[0] or weights[x] > 1.45 * means[1]}
+        assert (set(passes[2][-1][2].tolist()) == chosen | set(range(taken[-1] + 1, len(ids)))) == bool(first)
+
+
+def test_relaycaching_computes_an_instruction_that_stood_elsewhere():
+    """Its entries deviate, and only documents are corrected."""
+    method = find_method("relaycaching")(start=0.67, detect=0.67, end=0.67)
+    with prefilled(method, earlier=((DOCUMENTS[0], LEAD, *DOCUMENTS[1:]),)) as session:
+        assert session.layers[0].reused == sum(map(len, DOCUMENTS))
+
+
 def test_fusionrag_computes_the_tokens_that_the_question_attends_to_most(passes):
     """In the last layer, over the keys of one document alone, as they stood behind the instruction."""
     with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)):
