@@ -75,7 +75,11 @@ class KVShare(ReuseMethod):
             "The last token that is always computed is the prompt's; all that was not taken over is computed, too.",
         ),
         unverified=("Fewest tokens of a common segment: scripts of the released code use 2 to 15.",),
-        limits=LIMITS,
+        limits=(
+            *LIMITS,
+            ("With a hidden question the prompt's last token but one, whose attention counts, is text of the last "
+            "document and not the question."),
+        ),
     )
 
     def place(self, mixed: MixedPrompt) -> None:

@@ -60,7 +60,11 @@ class RelayCaching(ReuseMethod):
             "First layer, detection layer and last layer: the paper calibrates them for each model.",
             "The attention of the last tokens is that of the detection layer.",
         ),
-        limits=LIMITS,
+        limits=(
+            *LIMITS,
+            ("With a hidden question the prompt's last tokens, whose attention counts, are text of the last document "
+            "and not the question."),
+        ),
     )
 
     def place(self, mixed: MixedPrompt) -> None:

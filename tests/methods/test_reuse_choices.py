@@ -185,6 +185,18 @@ def test_relaycaching_computes_an_instruction_that_stood_elsewhere():
         assert session.layers[0].reused == sum(map(len, DOCUMENTS))
 
 
+@pytest.mark.parametrize("name", ["kvshare", "relaycaching"])
+def test_a_hidden_question_does_not_choose_the_tokens(name, passes):
+    """The prompt ends in a document then, and its last tokens decide; the card says so."""
+    settings = {"start": 0.0, "detect": 0.34, "end": 1.0} if name == "relaycaching" else {}
+    with prefilled(find_method(name)(**settings), parts=MOVED, earlier=(OTHER,), tail=[]) as session:
+        chosen = len(passes[LAST][-1][2])
+        session.ask(TAIL, 2)
+    assert len(LEAD) < chosen < AT_HAND
+    assert len(passes[LAST]) == 1
+    assert any("hidden question" in x for x in find_method(name).card.limits)
+
+
 def test_fusionrag_computes_the_tokens_that_the_question_attends_to_most(passes):
     """In the last layer, over the keys of one document alone, as they stood behind the instruction."""
     with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)):
