@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvbench import machine
-from kvbench.analysis.load import FinishedRun, load_run
+from kvbench.analysis.load import FinishedRun
 from kvbench.errors import UserError
 from kvbench.models.sources import result_id
 from kvbench.registry import list_entries
@@ -20,7 +20,6 @@ from kvbench.reproduce.verdict import Judgment, judge
 from kvbench.runs.options import Request
 from kvbench.runs.protocol import Protocol
 from kvbench.runs.request import check
-from kvbench.runs.results import Result
 from kvbench.runs.spec import DenoisingSpec, RunSpec
 from kvbench.settings import jsonable_settings
 
@@ -28,18 +27,18 @@ UNRUN = Missing("run", "there is no run of it in this folder")
 
 
 def list_judgments(
-    folder: Path, results: Iterable[tuple[Path, Result]], papers: Mapping[str, Paper] | None = None
+    folder: Path, finished: Iterable[FinishedRun], papers: Mapping[str, Paper] | None = None
 ) -> list[Judgment]:
     """Every number with its verdict, in the order of the files.
 
     Args:
         folder: has timings in `bench/`.
-        results: results of finished runs, with their folders.
+        finished: runs; of several with one request, the last counts.
         papers: by name; None: the bundled ones.
     """
     plans = _plan_all() if papers is None else _plan(papers)
     wanted = {request for plan in plans.values() for request in plan.requests}
-    runs = _find_runs(results, wanted)
+    runs = _find_runs(finished, wanted)
     return [_judge(x, plans, runs, folder) for x in plans.values()]
 
 
@@ -58,27 +57,30 @@ def _judge(
     if plan.prediction is not None:
         return judge_bytes(plan.claim, plan.prediction)
     if plan.claim.table.measure != "score":
-        return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
+        try:
+            return judge_speed(plan, None if plan.missing else find_timed(plan, folder) or UNRUN)
+        except UserError as error:  # a damaged file hides no other verdict
+            return Judgment(plan.claim, "not run", missing=(Missing("run", str(error)),))
     if not plan.missing and not any(x in runs for x in plan.requests):
         return Judgment(plan.claim, "not run", missing=(UNRUN,))
     baseline = find_baseline(plan.claim)
     return judge(plan, runs, None if baseline is None else plans[baseline.id])
 
 
-def _find_runs(results: Iterable[tuple[Path, Result]], wanted: set[Request]) -> dict[Request, FinishedRun]:
-    """The newest finished run of each request that has one."""
+def _find_runs(finished: Iterable[FinishedRun], wanted: set[Request]) -> dict[Request, FinishedRun]:
+    """The last run of each request that has one."""
     names = {alias: x.name for x in list_entries("task") for alias in (x.name, *x.aliases)}
     by_kind: dict[tuple[str, str, str], list[Request]] = {}
     for request in wanted:
         key = request.method, names.get(request.task, request.task), result_id(request.model)
         by_kind.setdefault(key, []).append(request)
-    found: dict[Request, tuple[str, Path]] = {}
-    for path, result in results:
-        spec = result.spec
+    found: dict[Request, FinishedRun] = {}
+    for run in finished:
+        spec = run.result.spec
         for request in by_kind.get((spec.method.name, spec.task.name, spec.model.id), []):
             if _answers(spec, request):
-                found[request] = max(found.get(request, ("", path)), (result.environment.started, path))
-    return {request: load_run(path) for request, (_, path) in found.items()}
+                found[request] = run
+    return found
 
 
 def _answers(spec: RunSpec, wanted: Request) -> bool:
@@ -100,7 +102,8 @@ def _answers(spec: RunSpec, wanted: Request) -> bool:
         })
     protocol = Protocol(**{name: getattr(spec, name) for name in Protocol.model_fields})
     bare = plan.template == "none" and spec.task.chat_template_sha is not None
-    if bare or spec.model.dtype not in allowed:
+    own = spec.method.code is not None or spec.task.code is not None  # a file of the user's, whatever its name
+    if own or bare or spec.model.dtype not in allowed:
         return False
     return (
         spec.method.settings, spec.task.settings, spec.task.length, spec.task.scorer, spec.budget, spec.generation,

@@ -63,8 +63,7 @@ def out(tmp_path: Path) -> list[str]:
 
 def judgments(folder: Path, paper: Path) -> list[Judgment]:
     """How the claims of a file stand by the finished runs of a folder."""
-    results = [(x.folder, x.result) for x in map(load_run, find_runs([str(folder)]))]
-    return list_judgments(folder, results, {"paper": read_paper(paper)})
+    return list_judgments(folder, map(load_run, find_runs([str(folder)])), {"paper": read_paper(paper)})
 
 
 def test_a_table_is_run_and_judged(kvbench, paper, out):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvbench.analysis.load import FinishedRun
+from kvbench.errors import UserError
 from kvbench.registry import find_task
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.plan import plan_claim
-from kvbench.reproduce.standing import _answers
+from kvbench.reproduce.standing import _answers, _find_runs, list_judgments
 from kvbench.runs.options import Request
 from kvbench.runs.spec import DenoisingSpec, GenerationSpec, MethodSpec, ModelSpec, RunSpec, Sources, TaskSpec, Versions
 from kvbench.task import Mode
@@ -56,7 +59,7 @@ def test_a_run_answers_what_was_asked():
 @pytest.mark.parametrize("change", [
     {"samples": 100}, {"task__length": 32_768}, {"budget": "25%"}, {"visibility": "hidden"}, {"seed": 1},
     {"split": "dev"}, {"suite": None}, {"method__settings": SNAPKV | {"window": 64}}, {"model__dtype": "bfloat16"},
-    {"task__chat_template_sha": "x"},
+    {"task__chat_template_sha": "x"}, {"method__code": "x"}, {"task__code": "x"},
 ])
 def test_a_run_that_was_asked_otherwise_does_not(change):
     """For every field that may differ."""
@@ -102,3 +105,23 @@ def test_of_a_diffusion_model_the_tokens_at_a_time_are_its_own():
 def test_what_kvbench_would_refuse_now_has_no_run():
     """Nothing of then stands for it."""
     assert not _answers(make_spec(), Request(method="snapkv", task="longbench_qasper", visibility="never"))
+
+
+def test_the_last_run_counts_whatever_it_says_of_its_start():
+    """Callers know which run is trusted most; its files are not read again."""
+    runs = [
+        FinishedRun(Path(x), SimpleNamespace(spec=make_spec(), environment=SimpleNamespace(started=x)), {})
+        for x in ("9999-01-01", "2026-01-01")
+    ]
+    assert _find_runs(runs, {WANTED}) == {WANTED: runs[1]}
+
+
+def test_a_damaged_file_of_times_hides_no_other_verdict(tmp_path, monkeypatch):
+    """The reason stands at its own numbers."""
+    def fail(*_):
+        raise UserError("damaged")
+
+    monkeypatch.setattr("kvbench.reproduce.standing.find_timed", fail)
+    found = list_judgments(tmp_path, [])
+    reasons = [y.why for x in found for y in x.missing]
+    assert "damaged" in reasons and "there is no run of it in this folder" in reasons

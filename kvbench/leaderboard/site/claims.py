@@ -72,10 +72,11 @@ class ClaimsReport:
 
 
 def read_claims(results: Path, runs: Sequence[ListedRun]) -> ClaimsReport:
-    """Judge every claim by the runs and benchmarks of a results folder."""
+    """Judge every claim by the verified runs and the benchmarks of a results folder, of equal runs the most trusted."""
+    counted = sorted((x for x in runs if x.counted), key=lambda x: x.priority)
     papers: dict[str, list[Judgment]] = {}
     try:
-        for x in list_judgments(results, [(x.run.folder, x.result) for x in runs]):
+        for x in list_judgments(results, [x.run for x in counted]):
             papers.setdefault(x.claim.paper, []).append(x)
     except UserError as error:
         return ClaimsReport((), {}, problem=str(error))
