@@ -111,7 +111,7 @@ def load_run(folder: Path) -> FinishedRun:
     """Read a finished run.
 
     Raises:
-        UserError: the run is not finished, or its files are damaged.
+        UserError: the run is not finished, or its files are damaged, or its journal lacks answers.
     """
     if not (folder / "result.json").is_file():
         raise UserError(f"run '{folder}' is not finished: it has no result.json. Run its command again to finish it.")
@@ -123,7 +123,15 @@ def load_run(folder: Path) -> FinishedRun:
                 f"run '{folder}' has two samples with the id '{x.sample}', numbers {x.index} and {other}; questions "
                 "are paired by id. Give every record of the task its own id, and run it again."
             )
-    return FinishedRun(folder, renew_interval(read_file(folder / "result.json", Result), lines), named)
+    result = read_file(folder / "result.json", Result)
+    stated, there = result.n_questions or result.n_samples, {x.index for x in lines}
+    if len(lines) < stated or len(there) < result.n_samples:
+        raise UserError(
+            f"run '{folder}' has {len(lines)} answers about {len(there)} samples in its journal, and its result states "
+            f"{stated} about {result.n_samples}; comparisons would leave the others out. Restore samples.jsonl, or "
+            "delete result.json and run its command again."
+        )
+    return FinishedRun(folder, renew_interval(result, lines), named)
 
 
 def renew_interval(result: Result, answers: Iterable[Answer]) -> Result:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -24,7 +26,7 @@ from kvbench.analysis.compare import (
     name_questions,
     rank_runs,
 )
-from kvbench.analysis.load import FinishedRun, find_runs
+from kvbench.analysis.load import FinishedRun, find_runs, load_run
 from kvbench.analysis.power import describe_power, describe_powers
 from kvbench.analysis.significance import adjust, find_needed_contexts
 from kvbench.cli.results import format_output
@@ -425,3 +427,16 @@ def test_different_code_gives_a_warning(result):
     other = change("sources", method="0").result.spec
     other = other.model_copy(update={"method": other.method.model_copy(update={"name": "another"})})
     assert describe_code([same, FinishedRun(Path(), result.model_copy(update={"spec": other}), {})]) is None
+
+
+def test_a_journal_with_fewer_answers_than_its_result_states_is_refused(tmp_path):
+    """Its wrong answers may be those that are not there."""
+    source = next(CURATED.glob("snapkv-niah*"))
+    for name in ("spec.json", "result.json"):
+        shutil.copy(source / name, tmp_path)
+    lines = gzip.decompress((source / "samples.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines))
+    assert len(load_run(tmp_path).lines) == len(lines)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(UserError, match=f"has {len(lines) - 1} answers about .* its result states {len(lines)} about"):
+        load_run(tmp_path)

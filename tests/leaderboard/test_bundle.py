@@ -19,7 +19,7 @@ from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
 from kvbench.leaderboard.verification.outcome import RefusedError
 
-from .conftest import edit_spec, repack
+from .conftest import edit, edit_spec, repack
 
 
 def refusal(act) -> str:
@@ -175,7 +175,27 @@ def test_repeated_missing_and_incomplete_lines_are_refused(snapkv):
     assert reason([*lines, lines[0]]).startswith("journal: sample 0 turn 0 occurs twice")
     assert reason(lines[1:]) == "journal: sample 0 is missing, or lacks some of its turns"
     assert reason([*lines[:-1], lines[-1][:-1]]).startswith("journal: its last line is incomplete")
-    assert reason([*lines, b"{}\n"]).startswith(f"schema: samples.jsonl line {len(lines) + 1}: 'sample': ")
+    assert reason([*lines, b'{"schema_version": 2}\n']).startswith(
+        f"schema: samples.jsonl line {len(lines) + 1}: 'sample': "
+    )
+
+
+@pytest.mark.parametrize("name", [SPEC, RESULT, MANIFEST])
+def test_a_file_without_schema_version_is_refused(snapkv, name):
+    """Commands that read the files of a run refuse it, too."""
+    files = edit(snapkv.files, name, lambda x: x.pop("schema_version"))
+    assert refusal(lambda: open_bundle(files)) == f"schema: {name}: no schema_version"
+
+
+def test_lines_without_schema_version_are_refused(snapkv):
+    """Comparisons skip such lines, and the answers of the others may be better."""
+    lines = [json.loads(x) for x in gzip.decompress(snapkv.files[SAMPLES]).splitlines()]
+    for x in lines:
+        if x["score"] == 0:
+            del x["schema_version"]
+    journal = gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode())
+    found = refusal(lambda: open_bundle(repack(snapkv.files, {SAMPLES: journal})))
+    assert found.startswith("schema: samples.jsonl line ") and found.endswith(": no schema_version")
 
 
 def test_too_many_lines_are_refused(snapkv, monkeypatch):

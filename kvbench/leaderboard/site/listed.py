@@ -188,6 +188,8 @@ def _read_answer(part: bytes) -> Answer:
         found = Answer.model_validate_json(part)
     except ValidationError as error:
         raise RefusedError("journal", f"a line is invalid: {error.errors(include_url=False)[0]['msg']}") from error
+    if "schema_version" not in found.model_fields_set:
+        raise RefusedError("journal", "a line is invalid: no schema_version")
     if found.score is not None and abs(found.score) > MAX_NUMBER:
         raise RefusedError("journal", f"score {found.score:g} is too large")
     return found

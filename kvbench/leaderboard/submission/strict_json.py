@@ -26,7 +26,7 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
     """Parse one JSON document as a record; documents with earlier names are upgraded.
 
     Raises:
-        RefusedError: not UTF-8, not JSON, a repeated key, too deep, more than MAX_CONTAINERS, a number beyond
+        RefusedError: not UTF-8, not JSON, no schema_version, a repeated key, too deep, more than MAX_CONTAINERS, a number beyond
             MAX_NUMBER, or fields that do not fit the record.
     """
     check_containers(data, what)
@@ -36,6 +36,8 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
             text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_float, parse_int=_int
         )
         _check_nesting(found)
+        if "schema_version" in kind.model_fields and isinstance(found, dict) and "schema_version" not in found:
+            raise ValueError("no schema_version")  # commands that read files of a run skip or refuse them, too
         current = upgrade(found)
         return kind.model_validate_json(text if current == found else json.dumps(current), strict=True)
     except ValidationError as error:

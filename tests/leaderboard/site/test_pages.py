@@ -533,3 +533,9 @@ def test_pages_of_methods_are_short(results):
         heads = re.findall(r"<details>\s*<summary>(.*?)</summary>", page)
         assert len(heads) == 2 and "512 tokens" in heads[0] and all(": 1 run, " in x for x in heads)
     assert "<svg viewBox" in snapkv and "<svg viewBox" not in full
+
+
+def test_a_run_whose_lines_have_no_schema_version_is_not_shown(results):
+    results.add("bare", edit=lambda _, lines: lines[3].pop("schema_version"))
+    _, problems = read_listed(results.folder)
+    assert [x.reason for x in problems] == ["a line is invalid: no schema_version"]
