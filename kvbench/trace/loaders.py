@@ -8,6 +8,7 @@ import io
 import json
 import math
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -40,15 +41,15 @@ class _Line:
             if isinstance(value, bool) or value is None:
                 raise ValueError
             found = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise UserError(f"{self.where}: {name} must be a number, got {_shown(value)}.") from None
         if not math.isfinite(found) or found < least:
             raise UserError(f"{self.where}: {name} must be {least:g} or more, got {_shown(value)}.")
         return found
 
-    def count(self, name: str) -> int:
-        """A whole number from 0 on."""
-        found = self.number(name)
+    def count(self, name: str, *, least: int = 0) -> int:
+        """A whole number from `least` on."""
+        found = self.number(name, least=least)
         if found != int(found):
             raise UserError(f"{self.where}: {name} must be a whole number, got {_shown(self.record[name])}.")
         return int(found)
@@ -103,7 +104,7 @@ def _read(path: Path) -> bytes:
             packed = raw.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"trace {path} cannot be read: {error}. Give the path of a trace file.") from error
     if len(data) > MOST_BYTES:
         raise UserError(f"trace {path} has more than {MOST_BYTES >> 30} GiB. Give a shorter one.")
@@ -144,8 +145,11 @@ def _json_lines(path: Path, data: bytes) -> Iterator[_Line]:
 
 def _csv_lines(path: Path, data: bytes) -> Iterator[_Line]:
     text = io.StringIO(data.decode("utf-8", errors="replace"))
-    for number, record in enumerate(csv.DictReader(text), 2):
-        yield _Line(f"{path} line {number}", record)
+    try:
+        for number, record in enumerate(csv.DictReader(text), 2):
+            yield _Line(f"{path} line {number}", record)
+    except csv.Error as error:
+        raise UserError(f"{path}: not CSV ({error}). Is it the right file?") from error
 
 
 def _in_order(requests: Iterable[tuple[_Line, TraceRequest]]) -> list[TraceRequest]:
@@ -246,19 +250,21 @@ def read_coding_agents(path: Path, data: bytes, tree: PrefixTree) -> tuple[int |
         where = f"{path}" if name is None else f"{path} {name}"
         try:
             session = json.loads(text)
-            turns = session["requests"]
-            session_id, size = str(session["id"]), int(session["block_size"])
+            turns, session_id = session["requests"], str(session["id"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{where}: no session of kv-cache-tester ({error!r}).") from None
-        sizes.add(size)
-        for number, record in enumerate(turns):
-            line = _Line(f"{where} request {number}", record)
-            later = turns[number + 1].get("think_time") if number + 1 < len(turns) else None
+        sizes.add(_Line(where, session).count("block_size", least=1))
+        if not isinstance(turns, list) or not all(isinstance(x, dict) for x in turns):
+            raise UserError(f"{where}: requests must be a list of objects, got {_shown(turns)}.")
+        lines = [_Line(f"{where} request {i}", x) for i, x in enumerate(turns)]
+        for line, later in zip(lines, [*lines[1:], None], strict=True):
+            record, is_tool = line.record, line.record.get("stop") == "tool_use"
+            waits = is_tool and later is not None and later.record.get("think_time") is not None
             found.append((line, TraceRequest(
                 time=line.number("t"), blocks=tree.add([(session_id, x) for x in line.ids("hash_ids")]),
                 input_tokens=line.count("in"), output_tokens=line.count("out"), session=session_id,
-                tool="tool" if record.get("stop") == "tool_use" else None,
-                tool_seconds=float(later) if later is not None and record.get("stop") == "tool_use" else None,
+                tool="tool" if is_tool else None,
+                tool_seconds=later.number("think_time") if waits and later is not None else None,
                 seconds=line.number("api_time") if record.get("api_time") is not None else None,
             )))
     if len(sizes) > 1:

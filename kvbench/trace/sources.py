@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import urllib.error
 import urllib.request
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def _copy(source: PublicTrace, folder: Path) -> bytes:
             data = path.read_bytes()
             try:
                 return gzip.decompress(data) if path.suffix == ".gz" else data
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise UserError(f"{path} cannot be unpacked: {error}. Fetch it again.") from error
     raise UserError(f"{folder} holds neither {source.file} nor {source.file}.gz. Give the folder that has it.")
 

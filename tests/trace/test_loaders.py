@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 
@@ -49,6 +50,7 @@ def test_a_cut_line_is_refused(tmp_path):
     ("", "the format of .* is not known"), ("hello\n", "the format of .* is not known"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "line 2: TIMESTAMP must be a date and time, got 'never'"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+    (f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'1' * 200_000}\n", r"not CSV \(field larger than field limit"),
 ])
 def test_foreign_files_are_refused(tmp_path, text, message):
     """A file is a trace or a wrong request."""
@@ -65,6 +67,49 @@ def test_any_bytes_are_a_trace_or_one_line(tmp_path_factory, data):
     path.write_bytes(b'{"input_length"' + data)
     with pytest.raises(UserError):
         load(path)
+
+
+SESSION = {"id": "s", "block_size": 64, "hash_id_scope": "local", "requests": [
+    {"t": 0, "in": 64, "out": 5, "hash_ids": [0], "stop": "tool_use"},
+    {"t": 9, "in": 128, "out": 5, "hash_ids": [0, 1], "think_time": 2.5},
+]}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"requests": [5]}, r"t\.json: requests must be a list of objects, got \[5\]"),
+    ({"requests": {}}, r"requests must be a list of objects, got \{\}"),
+    ({"requests": {"t": 0}}, "requests must be a list of objects"),
+    ({"requests": 5}, "requests must be a list of objects, got 5"),
+    ({"requests": None}, "requests must be a list of objects, got None"),
+    ({"requests": [SESSION["requests"][0], {**SESSION["requests"][1], "think_time": "soon"}]},
+     r"t\.json request 1: think_time must be a number, got 'soon'"),
+    ({"block_size": 0}, r"t\.json: block_size must be 1 or more, got 0"),
+    ({"block_size": -64}, "block_size must be 1 or more"), ({"block_size": 1.5}, "block_size must be a whole number"),
+    ({"block_size": None}, "block_size must be a number, got None"),
+    ({"block_size": 10**400}, "block_size must be a number, got 1000"),
+])
+def test_a_bad_session_is_refused_with_its_field(tmp_path, change, message):
+    """A session of kv-cache-tester: its fields, and those of its requests."""
+    path = write(tmp_path / "t.json", SESSION)
+    assert [x.tool_seconds for x in load(path).requests] == [2.5, None]
+    with pytest.raises(UserError, match=message):
+        load(write(path, {**SESSION, **change}))
+
+
+def test_a_corrupt_gzip_is_refused(tmp_path):
+    """Whatever part of it is broken, as a trace and as a copy of a public one."""
+    whole = gzip.compress(json.dumps(GOOD).encode())
+    path = tmp_path / "mooncake_conversation.jsonl.gz"
+    for place in range(2, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1:])
+        for read in (load, lambda x: add_trace("mooncake-conversation", x.parent)):
+            with contextlib.suppress(UserError):
+                read(path)
+    path.write_bytes(whole[:12] + b"\xff" + whole[13:])
+    with pytest.raises(UserError, match=r"trace .* cannot be read: .* Give the path of a trace file"):
+        load(path)
+    with pytest.raises(UserError, match=r"cannot be unpacked: .* Fetch it again"):
+        add_trace("mooncake-conversation", tmp_path)
 
 
 def test_block_sizes_that_differ_are_refused(tmp_path):
