@@ -94,6 +94,8 @@ def run_command(
     from kvbench.trace.measures import bytes_per_token, find_bounds, read_capacity, tabulate
     from kvbench.trace.policies import order_by_prefix
 
+    if output is not None and output.suffix != ".html":
+        raise UserError(f"output '{output}' must end in .html.")
     found = _find(trace, kind, seed)
     if order not in ("arrival", "prefix"):
         raise unknown("order", order, ("arrival", "prefix"))
@@ -281,8 +283,6 @@ def _choose(asked: list[str], trace: Trace) -> list[str]:
 def _write(path: Path, trace: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> None:
     from kvbench.trace.page import write_trace_page
 
-    if path.suffix != ".html":
-        raise UserError(f"output '{path}' must end in .html.")
     try:
         path.write_bytes(write_trace_page(trace, rows, bounds))
     except OSError as error:

@@ -59,6 +59,13 @@ def test_wrong_requests_end_with_one_line(kvbench, arguments, message):
     assert answer.code == 2 and message in answer.err and len(answer.err.splitlines()) == 1
 
 
+def test_the_name_of_a_page_is_checked_before_the_simulation(kvbench, monkeypatch):
+    """Which takes minutes for a long trace."""
+    monkeypatch.setattr("kvbench.cli.trace._find", lambda *_: pytest.fail("a trace was read"))
+    answer = kvbench("trace", "run", "-o", "page.htm")
+    assert (answer.code, answer.err) == (2, "kvbench: output 'page.htm' must end in .html.\n")
+
+
 def test_a_page_draws_the_policies(kvbench, tmp_path):
     """One file, with the word on every page that no model ran."""
     page = tmp_path / "x.html"
