@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -126,6 +127,11 @@ def call(arguments: Sequence[str]) -> int:
         return _stop(str(error), getattr(error, "exit_code", 2))
     except CLICK_ERROR as error:
         return _stop(_explain(error), 2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = max(str(error.filename).split("/"), key=len)
+        return _stop(f"'{name[:40]}...' ({len(name)} characters) is too long for the name of a file or folder.", 2)
     except typer.Abort:  # Ctrl-C with older versions of typer; newer ones return the code
         code = INTERRUPTED
     except BrokenPipeError:

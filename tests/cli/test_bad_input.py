@@ -15,6 +15,8 @@ import typer
 from kvbench.cli import app
 
 MISSING = "missing/path"
+LONG = 300 * "x"
+"""More than the name of a file can have."""
 VALUES = ["nan", "inf", "-inf", "-1", "1e400", "1" + 30 * "0"]
 LINES = {
     "run": "run --method snapkv --task kv-short --device cpu",
@@ -157,11 +159,12 @@ def test_a_number_out_of_range_is_refused(kvbench, name, option, value):
 
 
 @pytest.mark.parametrize(("name", "option"), FILES, ids=lambda x: x.replace(" ", "_"))
-def test_a_missing_path_is_refused(kvbench, name, option):
-    check_refusal(kvbench(*line_of(name, option, MISSING)))
+@pytest.mark.parametrize("value", [MISSING, LONG], ids=["missing", "long"])
+def test_a_missing_path_is_refused(kvbench, name, option, value):
+    check_refusal(kvbench(*line_of(name, option, value)))
 
 
-@pytest.mark.parametrize("value", [MISSING, "missing.toml", "missing.py:Class"])
+@pytest.mark.parametrize("value", [MISSING, "missing.toml", "missing.py:Class", LONG, f"{LONG}/x"])
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if "{}" in line and name not in NAMES])
 def test_a_missing_path_as_argument_is_refused(kvbench, name, value):
     check_refusal(kvbench(*LINES[name].replace("{}", value).split()))
