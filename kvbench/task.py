@@ -155,6 +155,10 @@ class Task(ABC):
         """Tokens that end an answer, in addition to the model's own."""
         return frozenset()
 
+    def empty_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:  # noqa: ARG002  # for overrides
+        """Token ids of a context without text; none, unless the task's prompts may be empty."""
+        return ()
+
     @abstractmethod
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
         """The fewest tokens (prompt and generation) at which an example fits."""
@@ -276,9 +280,8 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
             f"example {example.id}: a reference answer is empty, and methods are compared on its tokens. Give each "
             "question an answer."
         )
-    return Encoded(
-        context=tuple(chain.from_iterable(parts or whole)), parts=parts, earlier=tuple(earlier), turns=turns
-    )
+    context = tuple(chain.from_iterable(parts or whole)) or task.empty_ids(tokenizer)
+    return Encoded(context, turns, parts, tuple(earlier))
 
 
 def _split(tokenizer: PreTrainedTokenizerBase, frame: Frame, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:

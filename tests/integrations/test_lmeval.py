@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import string
@@ -385,6 +386,25 @@ def test_likelihood_of_a_target_is_asked_as_a_greedy_answer(run, folder):
     for file, expected in (("number.yaml", 1.0), ("wrong.yaml", 0.0)):
         found = run(file, "--method", "full").json
         assert (found["score"]["metric"], found["score"]["mean"]) == ("acc", expected)
+
+
+def test_an_empty_prompt_begins_with_a_token(run, folder, mini_tokenizer):
+    """As in lm_eval: the token that begins a text, or else the one that ends it; without either it is refused."""
+    text = CHOSEN.format(data=folder, kind="multiple_choice").splitlines(keepends=True)
+    lines = ['doc_to_text: ""\n' if x.startswith("doc_to_text") else x for x in text]
+    (folder / "empty.yaml").write_text("".join(lines))
+    task = find_task(f"lm-eval:{folder / 'empty.yaml'}")()
+    (made, *_) = examples(task, mini_tokenizer)
+    assert (made.context, mini_tokenizer.bos_token_id) == ("", None)
+    assert encode(task, made, mini_tokenizer).context == (mini_tokenizer.eos_token_id,)
+    begins = copy.deepcopy(mini_tokenizer)
+    begins.bos_token = mini_tokenizer.convert_ids_to_tokens(7)
+    assert encode(task, made, begins).context == (7,)
+    assert run("empty.yaml", "--method", "full").code == 0
+    bare = copy.deepcopy(mini_tokenizer)
+    bare.eos_token = None
+    with pytest.raises(UserError, match="a prompt of lm-eval:needle_choices is empty, and the tokenizer has no token"):
+        examples(task, bare)
 
 
 def test_a_target_is_compared_by_the_tokens_that_follow_a_prompt(folder):

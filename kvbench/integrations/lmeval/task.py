@@ -94,6 +94,20 @@ class LmEvalTask(Task):
             return frozenset()
         return Generation.read(task.config.generation_kwargs).stop_ids(tokenizer)
 
+    def empty_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """The token that begins a text, or the one that ends it, as in lm_eval.
+
+        Raises:
+            UserError: the tokenizer has neither.
+        """
+        token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if token is None:
+            raise UserError(
+                f"a prompt of {self.name} is empty, and the tokenizer has no token that begins or ends a text. Use "
+                "another model, or --task-set num_fewshot=N."
+            )
+        return (int(token),)
+
     def minimum_length(self, turns: int, tokenizer: Any) -> int:
         """Unknown before the documents are read; `examples` checks the length."""
         del turns, tokenizer
