@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.ragged_attention.torch import Partial
 
 
@@ -37,7 +37,7 @@ def attention_mass(
     for start in range(0, n_query, size):
         block = slice(start, start + size)
         some = grouped[:, :, :, block]  # one product per KV head: keys are not copied for the heads of their group
-        logits = (some.flatten(2, 3) @ keys.transpose(-1, -2)).float().unflatten(2, some.shape[2:4]) * scale
+        logits = float_products(some.flatten(2, 3), keys).unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         mask = entry <= at[block, None]  # [p, N]

@@ -28,7 +28,8 @@ def block_attention(
                 if columns is not None:
                     mask = mask | columns[b, head, :stop]
                 entries = mask.nonzero()[:, 0]
-                logits = (query[b, head, low:stop] @ key.index_select(0, entries).mT).float() * scale
+                # In float32, as in `ragged_attention`.
+                logits = query[b, head, low:stop].float() @ key.index_select(0, entries).float().mT * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
                 own = stop - low  # the last entries are the queries' own

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import float_products
+
 
 def is_repeated(query: Tensor, window: int | None, positions: Tensor | None) -> bool:
     """True if all queries are one query in memory and see all earlier entries."""
@@ -45,7 +47,7 @@ def _weigh(
 ) -> tuple[Tensor, Tensor]:
     """Exponentials of the logits [B, H_kv, G, N] and each query's normalizer [B, H_kv, G, T]."""
     kv_heads, n_query, n_key = keys.shape[1], query.shape[2], keys.shape[2]
-    logits = (query[:, :, 0].unflatten(1, (kv_heads, -1)) @ keys.mT).float() * scale
+    logits = float_products(query[:, :, 0].unflatten(1, (kv_heads, -1)), keys) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     top = logits.amax(-1, keepdim=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.column_sums.repeated import is_repeated, repeated_maxima, repeated_sums
 from kvbench.kernels.dense_attention.torch import visible_entries
 
@@ -80,7 +80,7 @@ def _blocks(
         stop = min(start + size, n_query)
         high = before + stop
         some = grouped[:, :, :, start:stop]  # one product per KV head: keys are not copied for the heads of a group
-        logits = (some.flatten(2, 3) @ keys[:, :, :high].mT).float().unflatten(2, some.shape[2:4]) * scale
+        logits = float_products(some.flatten(2, 3), keys[:, :, :high]).unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         where = None if positions is None else positions[:, :, :high]

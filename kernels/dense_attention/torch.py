@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from kvbench.kernels.blocks import float_products
 from kvbench.kernels.choice import note
 
 QUERY_BLOCK = 256
@@ -159,7 +160,7 @@ def explicit(
     """Attention of one block of queries with explicit logits in float32. [B, H_q, t, D_v]"""
     kv_heads, n_key = keys.shape[1:3]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
-    logits = (grouped @ keys[:, :, None].transpose(-1, -2)).float() * scale
+    logits = float_products(grouped, keys[:, :, None]) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if mask is not None:

@@ -23,6 +23,8 @@ def page_scores(query: Tensor, bounds: Tensor) -> Tensor:
     """
     signed = torch.cat([query.clamp_max(0), query.clamp_min(0)], dim=-1)
     grouped = signed.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, H_kv, G * T, 2 * D]
+    if bounds.itemsize == 2:  # in 16 bits large scores tie, and float16's overflow to infinity, the own page's
+        bounds, grouped = bounds.float(), grouped.float()
     # The larger factor comes first, because on a CPU its transpose would be copied.
     scores: Tensor = (bounds @ grouped.mT).float().mT.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
     return scores

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import float_products
 from kvbench.kernels.dense_attention.torch import visible_entries
 
 ENTRY_BLOCK = 4096
@@ -42,7 +43,7 @@ def window_weights(
     grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [B, H_kv, G * w, D]
 
     def logits(low: int, high: int) -> Tensor:
-        block = (grouped @ keys[:, :, low:high].transpose(-1, -2)).float() * scale
+        block = float_products(grouped, keys[:, :, low:high]) * scale
         if softcap is not None:
             block = softcap * torch.tanh(block / softcap)
         where = None if positions is None else positions[:, :, low:high]

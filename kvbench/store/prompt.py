@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.block_attention import block_attention
+from kvbench.kernels.blocks import float_products
 from kvbench.step import Step
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
@@ -86,7 +87,8 @@ class PromptKV(LayerKV):
         group = heads // self.keys.shape[1]
         for b in range(batch):
             for head in range(heads):
-                logits = (step.query[b, head, queries] @ self.keys[b, head // group].mT).float() * step.scale  # [s, T]
+                key = self.keys[b, head // group]
+                logits = float_products(step.query[b, head, queries], key) * step.scale  # [s, T]
                 if step.softcap is not None:
                     logits = step.softcap * torch.tanh(logits / step.softcap)
                 logits.masked_fill_(entries > queries[:, None], -torch.inf)

@@ -14,6 +14,7 @@ from kvbench.constraints import Natural, Positive
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
+from kvbench.kernels.blocks import float_products
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.store.positions import PositionKV
 
@@ -37,7 +38,7 @@ class ElasticKV(PositionKV):
         self.read_bytes += self.keys.nbytes
         queries = self.state["query"][:, :, index]
         grouped = queries.unflatten(1, (self.keys.shape[1], -1))
-        products = (grouped @ self.keys[:, :, None].transpose(3, 4)).float() * scale
+        products = float_products(grouped, self.keys[:, :, None]) * scale
         weights: Tensor = products.softmax(-1).flatten(1, 2)
         return weights
 

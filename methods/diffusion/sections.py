@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
+from kvbench.kernels.blocks import float_products
 from kvbench.method import Step
 from kvbench.store.entries import storage_bytes
 from kvbench.store.positions import PositionKV
@@ -42,7 +43,7 @@ class SectionKV(PositionKV):
             parts = [(self.keys[:, :, :count], self.values[:, :, :count])]
             if self.prefix is not None:
                 parts.insert(0, self.prefix)  # not concatenated, which would copy it for every sequence
-            logits = torch.cat([(grouped @ keys.mT).float() for keys, _ in parts], dim=-1) * step.scale
+            logits = torch.cat([float_products(grouped, keys) for keys, _ in parts], dim=-1) * step.scale
             weights = logits.softmax(-1).to(query.dtype).split([keys.shape[2] for keys, _ in parts], dim=-1)
             output = sum(w @ values for w, (_, values) in zip(weights, parts, strict=True))
             assert isinstance(output, Tensor)

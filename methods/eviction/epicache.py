@@ -14,7 +14,7 @@ from kvbench.constraints import Positive
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.hf.embedder import embed
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.method import Budget, BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.selection import top_entries
 from kvbench.store import LayerKV
@@ -262,7 +262,7 @@ class EpisodePass(Method):
         size = fit_block(queries.shape[:3].numel() * before, queries)
         for start in range(0, count, size):
             some = queries[:, :, :, start : start + size]
-            logits = (some.flatten(2, 3) @ keys.mT).float().unflatten(2, some.shape[2:4]) * step.scale
+            logits = float_products(some.flatten(2, 3), keys).unflatten(2, some.shape[2:4]) * step.scale
             if step.softcap is not None:
                 logits = step.softcap * torch.tanh(logits / step.softcap)
             if step.window is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Ge, Gt, Share
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod
@@ -94,7 +94,7 @@ class Keyformer(RollingMethod):
         for start in range(0, count, size):
             stop = min(start + size, count)
             some, high = queries[:, :, :, start:stop], before + stop
-            logits = (some.flatten(2, 3) @ keys[:, :, :high].mT).float().unflatten(2, some.shape[2:4]) * step.scale
+            logits = float_products(some.flatten(2, 3), keys[:, :, :high]).unflatten(2, some.shape[2:4]) * step.scale
             if step.softcap is not None:
                 logits = step.softcap * torch.tanh(logits / step.softcap)
             positions = kv.positions[:, :, :high]

@@ -70,7 +70,7 @@ class BlockAttention(ScoredMethod):
     def _sum(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
         """Attention that each key of a block receives from the block, mean over its group's heads. [B, H_kv, t]"""
         grouped = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, H_kv, G * t, D]
-        weights: Tensor = ((grouped @ key.mT).float() * scale).softmax(-1).unflatten(2, (-1, key.shape[2]))
+        weights: Tensor = (grouped.float() @ key.float().mT * scale).softmax(-1).unflatten(2, (-1, key.shape[2]))
         return weights.sum(3).mean(2)
 
     def weigh(self, kv: LayerKV) -> Tensor:

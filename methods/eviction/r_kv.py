@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape
 from kvbench.constraints import Ge, Gt, Odd, Positive, Share
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import PeriodicMethod, pool_scores
 from kvbench.store import LayerKV
@@ -92,7 +92,7 @@ class RKV(PeriodicMethod):
         """Mean attention of the last queries to the entries before them, largest logit of the group. [B, H_kv, n]"""
         count = min(self.window, step.seen)
         queries = kv.state["queries"][:, :, -count:].unflatten(1, (kv.keys.shape[1], -1))  # [B, H_kv, G, w, D]
-        logits = (queries @ kv.keys[:, :, None].mT).float().amax(2) * step.scale  # [B, H_kv, w, n]
+        logits = float_products(queries, kv.keys[:, :, None]).amax(2) * step.scale  # [B, H_kv, w, n]
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
         weights: Tensor = logits.masked_fill(recent[:, :, None], -torch.inf).softmax(-1).nan_to_num()

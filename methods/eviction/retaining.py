@@ -48,7 +48,7 @@ def find_targets(step: Step, prompt: int) -> Tensor:
     """The highest logit of the answer's rows for each token of the prompt. [n, H_kv] float32"""
     heads = step.key.shape[1]
     asked = step.query[0, :, prompt:].unflatten(0, (heads, -1)).flatten(1, 2)  # [H_kv, G * rows, D]
-    logits: Tensor = (asked @ step.key[0, :, :prompt].mT).float() * step.scale
+    logits: Tensor = asked.float() @ step.key[0, :, :prompt].float().mT * step.scale
     return logits.amax(1).T
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.kernels.blocks import fit_block
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.log import say
 from kvbench.machine import cache_folder
@@ -96,7 +96,7 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
     for start in range(max(0, first + period - before), count, size):
         stop = min(start + size, count)
         query = step.query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
-        logits = (query @ keys[:, :, None].transpose(-1, -2)).float() * step.scale
+        logits = float_products(query, keys[:, :, None]) * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
         mask = visible_entries(before + start - gone, stop - start, n_key, step.window, None, 0, keys.device)

@@ -177,7 +177,8 @@ class Search(Method):
         best = []
         for head in range(heads):
             query, key = step.query[0, head], kv.keys[0, head * kv.keys.shape[1] // heads]
-            mass = ((query[queries] @ key.mT).float() * step.scale).masked_fill(entries > queries[:, None], -torch.inf)
+            mass = query[queries].float() @ key.float().mT * step.scale
+            mass = mass.masked_fill(entries > queries[:, None], -torch.inf)
             kept = {}
             for number, (kind, *_) in enumerate(CANDIDATES):
                 if self.method.pattern in (None, kind):

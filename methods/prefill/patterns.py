@@ -10,7 +10,7 @@ from torch import Tensor
 def last_attention(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
     """Attention of the last queries of one head. query: [T, D]. key: [T, D]. Returns [count, T] float32"""
     count = min(count, len(query))
-    logits = (query[-count:] @ key.mT).float() * scale
+    logits = query[-count:].float() @ key.float().mT * scale
     later = torch.ones_like(logits, dtype=torch.bool).triu(len(key) - count + 1)
     return logits.masked_fill(later, -torch.inf).softmax(-1)
 

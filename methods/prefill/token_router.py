@@ -100,7 +100,8 @@ def run_gated(
     def attend(step: Step) -> Tensor:
         visible = (ahead >= 0) & (ahead < (step.window or count))
         keys, values = (x.repeat_interleave(step.query.shape[1] // x.shape[1], 1) for x in (step.key, step.value))
-        logits = (step.query @ keys.mT * step.scale).float().masked_fill(~visible, -torch.inf)
+        logits = step.query.float() @ keys.float().mT * step.scale
+        logits = logits.masked_fill(~visible, -torch.inf)
         weights = (logits - logits.amax(-1, keepdim=True)).exp()
         gate = found.get(step.layer)
         if gate is not None:

@@ -82,12 +82,12 @@ class XAttention(SparsePrefillMethod):
         stride = min(self.stride, self.block_size)
         count, per_block = -(-len(query) // self.block_size), self.block_size // stride
         pad = (0, 0, 0, count * self.block_size - len(query))
-        keys = F.pad(key, pad).unflatten(0, (-1, stride)).flatten(1)  # [tiles, stride * D]
+        keys = F.pad(key.float(), pad).unflatten(0, (-1, stride)).flatten(1)  # [tiles, stride * D]
         queries = F.pad(query, pad).unflatten(0, (-1, stride)).flip(1).flatten(1)  # its last query meets the first key
         tile = torch.arange(len(keys), device=query.device)
         rows = []
         for part in tile.split(-(-TILES // per_block) * per_block):
-            logits = (queries[part] @ keys.mT).float() * (scale / stride)
+            logits = queries[part].float() @ keys.mT * (scale / stride)
             shares = logits.masked_fill(tile > part[:, None], -torch.inf).softmax(-1)
             shares[part * stride >= len(query)] = 0  # tiles without queries
             rows.append(shares.unflatten(1, (count, per_block)).sum(2).unflatten(0, (-1, per_block)).sum(1))

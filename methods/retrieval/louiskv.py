@@ -152,7 +152,7 @@ class LouisKV(ReadingMethod):
         """The entries of the clusters with the largest mean share over the group. query: [b, H_q, D]. [b, H_kv, C]"""
         centers, offsets = kv.scan(kv.index["centers"][sequences]), kv.scan(kv.index["offsets"][sequences])
         grouped = query.unflatten(1, (centers.shape[1], -1))
-        shares = ((grouped @ centers.mT).float() * scale).softmax(-1).mean(2)  # [b, H_kv, U]
+        shares = (grouped.float() @ centers.float().mT * scale).softmax(-1).mean(2)  # [b, H_kv, U]
         mask = mark_units(shares, offsets, self.chosen)
         found = mask.nonzero()[:, 2].view(*mask.shape[:2], -1) + self.sinks
         return found.to(offsets.dtype)

@@ -148,10 +148,10 @@ class MPCache(Method):
 
         query: [B, H_q, T, D]. bounds: [B, H_kv, pages, 2 * D], minima first.
         """
-        low, high = bounds.chunk(2, dim=-1)
+        low, high = bounds.float().chunk(2, dim=-1)
         center = (1 - self.alpha) * low + self.alpha * high
-        mean = query.unflatten(1, (bounds.shape[1], -1)).mean(2)
-        scores: Tensor = (mean @ center.mT).float()
+        mean = query.float().unflatten(1, (bounds.shape[1], -1)).mean(2)
+        scores: Tensor = mean @ center.mT
         return scores
 
     def choose_parents(self, step: Step, bounds: Tensor, count: int, before: int | Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class RetroInfer(ReadingMethod):
         assert self.rows is not None
         centers, offsets = kv.scan(kv.index["centers"]), kv.scan(kv.index["offsets"])
         grouped = step.query[:, :, 0].unflatten(1, (centers.shape[1], -1))
-        logits = (grouped @ centers.mT).float() * step.scale  # [B, H_kv, G, U]
+        logits = grouped.float() @ centers.float().mT * step.scale  # [B, H_kv, G, U]
         sizes = offsets.diff(dim=-1).long()
         shares = logits.softmax(-1).sum(2).masked_fill(sizes == 0, -1)
         taken = take_units(shares, offsets, self.rows - self.sinks - self.recent)

@@ -197,6 +197,7 @@ def select_chunks(query: Tensor, landmarks: Tensor, scale: float, count: int) ->
     query: [B, H_q, T, D]. landmarks: [B, H_kv, J, D].
     """
     grouped = query.unflatten(1, (landmarks.shape[1], -1)).flatten(2, 3)  # [B, H_kv, G * T, D]
-    logits = (landmarks @ grouped.mT).float().mT.unflatten(2, (-1, query.shape[2])) * scale  # [B, H_kv, G, T, J]
+    products = (landmarks.float() @ grouped.float().mT).mT  # [B, H_kv, G * T, J]
+    logits = products.unflatten(2, (-1, query.shape[2])) * scale
     share: Tensor = logits.softmax(-1).amax(2)
     return share.topk(count, dim=-1).indices

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Le
 from kvbench.errors import UserError
+from kvbench.kernels.blocks import float_products
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.techniques.reuse import LIMITS, MixedPrompt, ReusedKV, ReuseMethod
 
@@ -56,7 +57,7 @@ class ParallelKV(ReusedKV):
         """Attention over some entries, and the log of its sum. [H_q, m, D_v] and [H_q, m] float32"""
         keys, values = self.keys[0, :, None, entries], self.values[0, :, None, entries]
         query = step.query[0].unflatten(0, (keys.shape[0], -1))  # [H_kv, G, m, D]
-        logits = (query @ keys.transpose(-1, -2)).float() * (step.scale / temperature)
+        logits = float_products(query, keys) * (step.scale / temperature)
         at = torch.arange(entries.start, entries.stop, device=keys.device)
         logits = logits.masked_fill(at > places[:, None], -torch.inf)
         total = logits.logsumexp(-1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from kvbench.kernels import blocks
 from kvbench.kernels.blocks import fit_block
 
 ITEM = 32_768 * 32 * 4
@@ -16,3 +18,21 @@ ITEM = 32_768 * 32 * 4
 def test_blocks_are_larger_on_a_gpu(elements, is_cuda, count):
     """Small ones would cost a launch for every query; an empty item is no error."""
     assert fit_block(elements, SimpleNamespace(is_cuda=is_cuda)) == count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [(), (3,)], ids=["as many heads", "a group of heads"])
+def test_products_of_16_bits_are_those_of_float32(dtype, group, largest, monkeypatch):
+    """Across blocks of keys, for heads that share them too, and without a float32 copy of all keys."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 2 * 2 * 16 * 100)
+    query, keys = (torch.randn(2, 2, *x, 16).to(dtype) + 20 for x in ((*group, 3), (*(1,) * len(group), 450)))
+    found = blocks.float_products(query, keys)
+    assert torch.allclose(found.double(), query.double() @ keys.double().mT, rtol=1e-6)
+    assert largest(lambda: blocks.float_products(query, keys)) < max(keys.numel(), found.numel() + 1)
+
+
+def test_products_of_float32_are_one_product(monkeypatch):
+    """Bit for bit, whatever the blocks."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 64)
+    query, keys = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 70, 16)
+    assert blocks.float_products(query, keys).equal(query @ keys.mT)
