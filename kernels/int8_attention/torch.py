@@ -9,9 +9,6 @@ from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_entries
 
 ENTRY_BLOCK = 2048
 LEVELS = 127
-SHIFT = 128
-"""Divides queries and multiplies scales, so that codes of up to 127 do not overflow float16's logits. As a power of two
-it rounds nothing."""
 
 
 def quantize_rows(key: Tensor, value: Tensor) -> dict[str, Tensor]:
@@ -39,7 +36,7 @@ def int8_attention(
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block = query[:, :, start : start + QUERY_BLOCK]
         before = (key.shape[2] if length is None else length) - query.shape[2] + start
-        grouped = block.unflatten(1, (kv_heads, -1)) / SHIFT  # [B, H_kv, G, t, D]
+        grouped = block.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
         blocks.append(
             _attend(grouped, before, key, value, key_scale, value_scale, scale, window, softcap, sinks)
         )
@@ -64,7 +61,7 @@ def _attend(
         entries = slice(low, min(low + ENTRY_BLOCK, stop))
         # One product per KV head: codes are not copied for the heads of their group.
         logits = (query.flatten(2, 3).float() @ key[:, :, entries].float().mT).unflatten(2, query.shape[2:4])
-        logits = logits * (key_scale[:, :, None, None, entries].float() * (scale * SHIFT))
+        logits = logits * (key_scale[:, :, None, None, entries].float() * scale)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         mask = visible_entries(before - low, n_query, entries.stop - low, window, None, 0, query.device)
@@ -73,8 +70,9 @@ def _attend(
         weights = torch.exp(logits - peak[..., None])
         shrink = torch.exp(top - peak)
         total = total * shrink + weights.sum(-1)
-        weights = (weights * value_scale[:, :, None, None, entries].float()).to(query.dtype)
-        mixed = (weights.flatten(2, 3) @ value[:, :, entries].to(query.dtype)).float().unflatten(2, query.shape[2:4])
+        # In float32: of many entries, weights times scales are less than float16's least number.
+        weights = weights * value_scale[:, :, None, None, entries].float()
+        mixed = (weights.flatten(2, 3) @ value[:, :, entries].float()).unflatten(2, query.shape[2:4])
         output = output * shrink[..., None] + mixed
         top = peak
     return (output / total[..., None]).to(query.dtype).flatten(1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -56,6 +58,18 @@ def test_large_queries_do_not_overflow_in_float16(attention, error):
     codes = quantize_rows(keys, values)
     found = int8_attention(query, **codes, scale=0.001)
     assert error(found, naive.int8_attention(query.double(), **codes, scale=0.001)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_small_weights_of_many_entries_are_not_lost(dtype, error, monkeypatch):
+    """Half of the mass on 65,535 entries, each with less of it than float16's least number."""
+    monkeypatch.setattr(plain, "ENTRY_BLOCK", 2048)
+    count = 65_536
+    query, keys, values = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, count, 16), torch.full((1, 1, count, 16), 0.05)
+    query[..., 0], keys[:, :, 0, 0], values[:, :, 0] = 4.0, math.log(count), 0.0
+    codes = quantize_rows(keys.to(dtype), values.to(dtype))
+    found = int8_attention(query.to(dtype), **codes, scale=0.25)
+    assert error(found, naive.int8_attention(query.double(), **codes, scale=0.25)) < 5e-3
 
 
 def test_is_near_attention_over_exact_entries(heads, attention, error):
