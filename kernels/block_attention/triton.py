@@ -21,8 +21,8 @@ def block_attention(
     output = query.new_empty((batch, heads, tokens, value_width))
     block_m, block_n = tile_sides(width, value_width, query.itemsize)
     attend_blocks[(triton.cdiv(tokens, block_m), batch * heads)](
-        query, keys, values, output, blocks.to(torch.int8).contiguous(),
-        None if columns is None else columns.to(torch.int8).contiguous(), sinks, heads, tokens, count, block, scale,
+        query, keys, values, output, blocks.contiguous().view(torch.int8),
+        None if columns is None else columns.contiguous().view(torch.int8), sinks, heads, tokens, count, block, scale,
         0.0 if softcap is None else softcap, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         width=width, value_width=value_width, group=heads // keys.shape[1], has_softcap=softcap is not None,
         block_m=block_m, block_n=block_n, block_d=padded(width), block_v=padded(value_width), num_warps=8,
