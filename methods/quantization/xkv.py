@@ -23,15 +23,19 @@ from kvbench.store.facts import Fact
 if TYPE_CHECKING:
     from kvbench.hf import Model, Rope
 
+OFFSET_BYTES = 4
+
 
 @dataclass
 class CrossLayerKV(LayerKV):
     """Exact entries until `factor`; from then on those of the context are products of factors, and later ones exact."""
 
     factors: tuple[Tensor, ...] = field(default=(), init=False)
-    """Of keys and of values, shared with the other layers of the group. [B, n, r] each"""
+    """Of keys and of values, less their means, shared with the other layers of the group. [B, n, r] each"""
     bases: tuple[Tensor, ...] = field(default=(), init=False)
     """Of keys and of values, this layer's own. [B, H_kv, r, D] each"""
+    offsets: tuple[Tensor, ...] = field(default=(), init=False)
+    """Products of the means and the bases. [B, H_kv, 1, D] float32 each"""
     counts: bool = field(default=False, init=False)
     """Whether the factors count as stored in this layer: in one of the group."""
     _rope: Rope | None = field(default=None, init=False)
@@ -53,17 +57,23 @@ class CrossLayerKV(LayerKV):
         return self._rope.rotate(keys, positions, inverse=inverse)
 
     def plain(self) -> tuple[Tensor, Tensor]:
-        """Keys before rotation, and values, of all exact entries. [B, H_kv, n, D] each"""
-        return self._turn(self.keys, 0, inverse=True), self.values
+        """Keys before rotation in float32, and values, of all exact entries. [B, H_kv, n, D] each"""
+        return self._turn(self.keys.float(), 0, inverse=True), self.values
 
-    def factor(self, factors: tuple[Tensor, ...], bases: tuple[Tensor, ...], *, counts: bool) -> None:
+    def factor(
+        self, factors: tuple[Tensor, ...], bases: tuple[Tensor, ...], offsets: tuple[Tensor, ...], *, counts: bool
+    ) -> None:
         """Replace the exact entries by factors. counts: whether the factors count as stored in this layer."""
-        self.factors, self.bases, self.counts = factors, bases, counts
+        self.factors, self.bases, self.offsets, self.counts = factors, bases, offsets, counts
         self._replace({name: x[:, :, :0] for name, x in self._held().items()}, max(0, self.capacity - self.seen))
 
     def restore(self, low: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some entries of the context. [B, H_kv, stop - low, D] each"""
-        keys, values = (x[:, None, low:stop] @ basis for x, basis in zip(self.factors, self.bases, strict=True))
+        """Keys and values of some entries of the context. [B, H_kv, stop - low, D] float32 each"""
+        # Added and rotated in float32: beside a large offset, 16 bits would round away the product.
+        keys, values = (
+            (x[:, None, low:stop] @ basis).float() + offset
+            for x, basis, offset in zip(self.factors, self.bases, self.offsets, strict=True)
+        )
         return self._turn(keys, low), values
 
     def attend(self, step: Step) -> Tensor:
@@ -83,7 +93,7 @@ class CrossLayerKV(LayerKV):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive; the shared factors where they count."""
-        return [*super().tensors(), *self.bases, *(self.factors if self.counts else ())]
+        return [*super().tensors(), *self.bases, *self.offsets, *(self.factors if self.counts else ())]
 
     def read_bytes(self) -> int:
         """Bytes that a step reads: the factors in every layer."""
@@ -92,7 +102,7 @@ class CrossLayerKV(LayerKV):
     def close(self) -> None:
         """Free the entries."""
         super().close()
-        self.factors = self.bases = ()
+        self.factors = self.bases = self.offsets = ()
 
     def entries_kept(self) -> list[int]:
         """Entries of each (batch, KV head), in whatever form."""
@@ -117,6 +127,7 @@ class XKV(Method):
 
     card: ClassVar[Card] = Card(
         name="xkv",
+        version="2",
         title="xKV: Cross-Layer SVD for KV-Cache Compression",
         idea="The dominant singular vectors of the caches of different layers are close to each other. So the entries "
         "of a group of layers share the factor that depends on the token, and each layer has a small basis.",
@@ -130,6 +141,9 @@ class XKV(Method):
         deviations=(
             ("The factors come from the eigenvectors of the Gram matrix of a group's channels; they span the same "
             "subspace as the singular vectors."),
+            ("The authors' code multiplies in float32 and stores the product in the model's type. Here factors are "
+            "stored in that type, less their mean over tokens; the mean times the basis is stored in float32, 4 bytes "
+            "for each channel of a layer, and added to what is restored."),
             ("Ranks are shares of a group's channels. For Llama-3.1-8B, with 4,096 in a group of 4 layers, the "
             "defaults are ranks of 512 and 768, as in the authors' README."),
         ),
@@ -185,18 +199,22 @@ class XKV(Method):
             return
         group = layers[step.layer // self.group * self.group : step.layer + 1]
         stores = [x for x in group if isinstance(x, CrossLayerKV)]
-        found = []
+        dtype, found = stores[0].keys.dtype, []
         for share, own in zip((self.key_rank, self.value_rank), zip(*(x.plain() for x in stores), strict=True),
                               strict=True):
-            joined = torch.cat(own, dim=1)  # [B, layers * H_kv, n, D]
+            joined = torch.cat([x.float() for x in own], dim=1)  # [B, layers * H_kv, n, D]
             factors, basis = factor_keys(joined, int(share * joined.shape[1] * joined.shape[3]))
-            dtype = own[0].dtype
-            found.append((factors.to(dtype), [x.clone() for x in basis.to(dtype).chunk(len(stores), dim=1)]))
+            # A bias of keys can be hundreds of times larger than what differs between tokens, and so would be the
+            # rounding of factors that contain it.
+            mean = factors.mean(1, keepdim=True)
+            by_layer = (x.chunk(len(stores), dim=1) for x in (basis.to(dtype), mean[:, None] @ basis))
+            found.append(((factors - mean).to(dtype), *by_layer))
+        shared, bases, offsets = zip(*found, strict=True)
         for i, store in enumerate(stores):
-            store.factor(tuple(x for x, _ in found), tuple(bases[i] for _, bases in found), counts=not i)
+            store.factor(shared, *(tuple(x[i].clone() for x in parts) for parts in (bases, offsets)), counts=not i)
 
     def declared_bytes(self, shape: Shape) -> int:
-        """Bytes of the factors of every group, and of the bases of every layer."""
+        """Bytes of the factors of every group, and of the bases and offsets of every layer."""
         return sum(self._group_bytes(count, shape) for count in self.layers_of(shape))
 
     def declared_read_bytes(self, shape: Shape) -> int:
@@ -208,5 +226,6 @@ class XKV(Method):
         heads, total = shape.layers[0].kv_heads, 0
         for share, width in ((self.key_rank, shape.layers[0].key_dim), (self.value_rank, shape.layers[0].value_dim)):
             channels = count * heads * width
-            total += int(share * channels) * (reads * shape.length + channels)
-        return total * shape.itemsize
+            total += int(share * channels) * (reads * shape.length + channels) * shape.itemsize
+            total += channels * OFFSET_BYTES
+        return total

@@ -11,8 +11,9 @@ import torch
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.kernels.lowrank_keys import factor_keys
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization.xkv import XKV
+from kvbench.methods.quantization.xkv import XKV, CrossLayerKV
 from kvbench.store.entries import storage_bytes
 
 LENGTH = 90
@@ -81,16 +82,32 @@ def test_whole_rank_is_the_full_cache():
     assert torch.allclose(*logits, atol=1e-4)
 
 
+def test_a_bias_of_keys_costs_no_precision_in_16_bits(make_step):
+    """Entries are the best of their rank to bfloat16 of what differs between tokens, not of a bias of 100 or 300."""
+    entries = torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+    entries[..., [3, 7, 15]] += torch.tensor([300.0, -100, 100])
+    rope, store = tiny_model().ropes[0], CrossLayerKV()
+    keys = rope.rotate(entries, torch.arange(200)[None]).bfloat16()
+    step = make_step(keys, keys, entries.bfloat16(), rope=rope)
+    store.append(step)
+    exact = [x.float() for x in store.plain()]
+    XKV(group=1, key_rank=0.5, value_rank=0.5).end_of_layer([store], step)
+    keys, values = store.restore(0, 200)
+    for found, wanted in zip((rope.rotate(keys, step.positions, inverse=True), values), exact, strict=True):
+        factors, basis = factor_keys(wanted, 16)
+        assert (found - factors[:, None] @ basis).square().mean().sqrt() < 0.01
+
+
 def test_stored_bytes_are_those_of_distinct_storages():
-    """The factors once, though both layers hold them; each layer reads them."""
+    """The factors once, though both layers hold them, and four bytes a channel for offsets; each layer reads them."""
     model = tiny_model()
     with prefilled(XKV(key_rank=0.25, value_rank=0.5), model) as session:
-        held = storage_bytes(x for kv in session.layers for x in (*kv.factors, *kv.bases))
+        held = storage_bytes(x for kv in session.layers for x in (*kv.factors, *kv.bases, *kv.offsets))
         memory = session.memory()
     channels = 2 * 2 * 16  # layers, KV heads, width
     ranks = channels // 4 + channels // 2
-    assert memory.stored_bytes == held == 4 * ranks * (LENGTH + channels)
-    assert memory.read_bytes_per_step == 4 * ranks * (2 * LENGTH + channels)
+    assert memory.stored_bytes == held == 4 * ranks * (LENGTH + channels) + 2 * 4 * channels
+    assert memory.read_bytes_per_step == 4 * ranks * (2 * LENGTH + channels) + 2 * 4 * channels
     fitted = XKV(key_rank=0.25, value_rank=0.5).fit(None, model.shape(LENGTH))
     assert memory.read_bytes_per_step == fitted.declared_read_bytes(model.shape(LENGTH))
 
