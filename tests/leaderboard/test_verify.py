@@ -314,6 +314,17 @@ def test_a_copy_under_another_name_is_refused(snapkv, check, tmp_path):
     assert found["refused"] == f"copies: its times equal those of {snapkv.bundle.spec.run_id} by ada: it is a copy"
 
 
+def test_a_copy_of_a_run_without_times_is_refused(snapkv, tmp_path):
+    """Its samples began at the same seconds and took as long."""
+    files = snapkv.with_lines(lambda _, x: x.model_copy(update={"times": None, "shared_prefill": True}))
+    put_in_folder(files, open_bundle(files).manifest, tmp_path)
+    copy = open_bundle(edit(files, MANIFEST, lambda x: x.update(submitter="eve")))
+    found = Repository([tmp_path]).check_copies(copy)
+    assert found.reason == f"its times equal those of {snapkv.bundle.spec.run_id} by ada: it is a copy"
+    lines = tuple(x.model_copy(update={"seconds": x.seconds + 1 + x.index}) for x in copy.lines)
+    assert Repository([tmp_path]).check_copies(replace(copy, lines=lines)).outcome == "ok"
+
+
 def test_a_failed_run_is_flagged_and_has_no_score(snapkv, check):
     """The time of a failure is taken apart, and may be a second before that of the turns before it."""
     def fail(_, line):

@@ -81,6 +81,8 @@ class JournalFingerprint:
     """
     times: frozenset[str]
     """Hash of each sample's times; no two runs share one."""
+    clocks: frozenset[str]
+    """Hash of each sample's turns with their starts and seconds, which samples without times have, too."""
     answers: Mapping[tuple[int, int], Sequence[int]]
     """The token ids of each generated answer, by sample and turn."""
     speeds: tuple[Mapping[tuple[int, int], float], ...]
@@ -91,8 +93,10 @@ class JournalFingerprint:
         """Compute the fingerprint of a bundle's journal."""
         best = 1.0 if bundle.result.score.higher_is_better else 0.0
         samples: dict[int, list[Times]] = {}
+        clocks: dict[int, list[tuple[str, float]]] = {}
         steps, firsts = {}, {}
         for x in bundle.lines:
+            clocks.setdefault(x.index, []).append((x.started, x.seconds))
             if x.times is not None:
                 samples.setdefault(x.index, []).append(x.times)
                 if x.times.steps and x.times.decode_s > 0:
@@ -105,6 +109,7 @@ class JournalFingerprint:
                 for x in bundle.lines if x.score is not None and x.score != best
             },
             times=frozenset(_hash([x.model_dump() for x in times]) for times in samples.values()),
+            clocks=frozenset(map(_hash, clocks.values())),
             answers={(x.index, x.turn): x.ids for x in bundle.lines if x.stop_reason != "choice"},
             speeds=(steps, firsts),
         )
@@ -189,7 +194,7 @@ class Repository:
         doubts = []
         for x, other in others:
             spread = fingerprint.find_spread(other)
-            if other.times & fingerprint.times:
+            if other.times & fingerprint.times or other.clocks & fingerprint.clocks:
                 return refuse("copies", f"its times equal those of {x}: it is a copy")
             if spread < SPREAD_OF_DOUBTS:
                 alike = f"its times differ from those of {x} by one factor, within {spread:.1g}"
@@ -216,7 +221,7 @@ class Repository:
                 self._fingerprints[path] = JournalFingerprint.of(open_bundle(read_files(path)))
             except RefusedError as error:
                 say(f"{path} is ignored: {error}.")
-                self._fingerprints[path] = JournalFingerprint({}, frozenset(), {}, ({}, {}))
+                self._fingerprints[path] = JournalFingerprint({}, frozenset(), frozenset(), {}, ({}, {}))
         return self._fingerprints[path]
 
 

@@ -26,8 +26,8 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
     """Parse one JSON document as a record; documents with earlier names are upgraded.
 
     Raises:
-        RefusedError: not UTF-8, not JSON, no schema_version, a repeated key, too deep, more than MAX_CONTAINERS, a number beyond
-            MAX_NUMBER, or fields that do not fit the record.
+        RefusedError: not UTF-8, not JSON, no schema_version, a repeated key, too deep, more than MAX_CONTAINERS, a
+            number beyond MAX_NUMBER, or fields that do not fit the record.
     """
     check_containers(data, what)
     try:
