@@ -17,6 +17,8 @@ from kvbench.report.group import VISIBILITIES
 from kvbench.runs.journal import Answer
 from kvbench.runs.results import Result
 
+PLACE = "length", "depth"
+"""Facts of a sample that give its cell."""
 MAX_COLUMNS = 3
 """Maximum number of panels side by side."""
 PIXELS_PER_LETTER = 5
@@ -100,7 +102,7 @@ def read_grid(run: FinishedRun) -> Grid | None:
 
 def _place(line: Answer) -> tuple[int, float] | None:
     """Length and depth of a sample, if its facts contain both."""
-    length, depth = line.facts.get("length"), line.facts.get("depth")
+    length, depth = (line.facts.get(x) for x in PLACE)
     if isinstance(length, bool) or isinstance(depth, bool):
         return None
     if isinstance(length, int) and 0 < length < MAX_LENGTH and isinstance(depth, int | float) and (

@@ -574,7 +574,7 @@ def test_errors_of_the_full_cache_are_no_sign_of_a_copy(snapkv, monkeypatch):
     """All methods that lose nothing make them; only a rerun can tell such a run from a copy of the full cache's."""
     monkeypatch.setattr(repository, "MIN_SHARED_ERRORS", 1)
     mine = RunIdentity.of(snapkv.bundle)
-    same = replace(JournalFingerprint.of(snapkv.bundle), times=frozenset(), speeds=({}, {}))
+    same = replace(JournalFingerprint.of(snapkv.bundle), times=frozenset(), clocks=frozenset(), speeds=({}, {}))
     other = replace(mine, run_id="other", method="other")
     full = replace(mine, run_id="full", method="full", full=True)
 

@@ -80,6 +80,17 @@ def test_containers_are_counted_before_parsing():
     tracemalloc.stop()
 
 
+def test_values_are_counted_before_parsing():
+    """A list of short numbers takes ten times its bytes in memory; commas inside strings do not count."""
+    many = "1," * 300_000
+    assert read(f'{{"free": {{"a": [{many}1]}}}}') == "it: more than 100,000 values"
+    assert read(f'{{"free": {{"a": "{many}"}}}}') == Form(free={"a": many})
+    tracemalloc.start()
+    read(f"[{many}1]")
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,

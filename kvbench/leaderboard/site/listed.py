@@ -21,6 +21,7 @@ from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, check_contain
 from kvbench.leaderboard.verification.lookup import check_method_name
 from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.method import Card
+from kvbench.report.grid import PLACE
 from kvbench.runs.journal import Answer, Line
 from kvbench.runs.results import Result
 
@@ -192,7 +193,8 @@ def _read_answer(part: bytes) -> Answer:
         raise RefusedError("journal", "a line is invalid: no schema_version")
     if found.score is not None and abs(found.score) > MAX_NUMBER:
         raise RefusedError("journal", f"score {found.score:g} is too large")
-    return found
+    kept = {x: y for x, y in found.facts.items() if x in PLACE and isinstance(y, int | float)}
+    return found.model_copy(update={"facts": kept})  # the others may be large, and no page of all runs shows them
 
 
 def _check_result(result: Result, answers: Mapping[tuple[str, int], Answer]) -> None:

@@ -17,6 +17,8 @@ T = TypeVar("T", bound=BaseModel)
 MAX_DEPTH = 24
 MAX_CONTAINERS = 10_000
 """Objects and lists in one document: pydantic takes kilobytes for each, even if empty."""
+MAX_VALUES = 100_000
+"""Values in one document: a short number in a list takes ten times as many bytes in memory as in JSON."""
 STRING = re.compile(rb'"(?:[^"\\]+|\\.)*(?:"|\\?\Z)', re.DOTALL)
 MAX_NUMBER = 2**53
 """Larger integers lose precision in tools that read numbers as float64."""
@@ -26,8 +28,8 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
     """Parse one JSON document as a record; documents with earlier names are upgraded.
 
     Raises:
-        RefusedError: not UTF-8, not JSON, no schema_version, a repeated key, too deep, more than MAX_CONTAINERS, a
-            number beyond MAX_NUMBER, or fields that do not fit the record.
+        RefusedError: not UTF-8, not JSON, no schema_version, a repeated key, too deep, more than MAX_CONTAINERS or
+            MAX_VALUES, a number beyond MAX_NUMBER, or fields that do not fit the record.
     """
     check_containers(data, what)
     try:
@@ -51,15 +53,20 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
 
 
 def check_containers(data: bytes, what: str) -> None:
-    """Count objects and lists before anything is parsed.
+    """Count objects and lists, and the values in them, before anything is parsed.
 
     Raises:
-        RefusedError: more than MAX_CONTAINERS.
+        RefusedError: more than MAX_CONTAINERS, or than MAX_VALUES.
     """
-    if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:  # some may be inside strings
-        data = STRING.sub(b"", data)
-        if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
-            raise RefusedError("schema", f"{what}: more than {MAX_CONTAINERS:,} objects and lists")
+    if _find_excess(data) is not None and (found := _find_excess(STRING.sub(b"", data))) is not None:
+        raise RefusedError("schema", f"{what}: more than {found}")
+
+
+def _find_excess(data: bytes) -> str | None:
+    """The limit that a document exceeds, if the characters inside its strings count, too."""
+    if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
+        return f"{MAX_CONTAINERS:,} objects and lists"
+    return f"{MAX_VALUES:,} values" if data.count(b",") > MAX_VALUES else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

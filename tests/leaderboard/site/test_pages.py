@@ -539,3 +539,16 @@ def test_a_run_whose_lines_have_no_schema_version_is_not_shown(results):
     results.add("bare", edit=lambda _, lines: lines[3].pop("schema_version"))
     _, problems = read_listed(results.folder)
     assert [x.reason for x in problems] == ["a line is invalid: no schema_version"]
+
+
+def test_of_the_facts_only_the_place_of_a_needle_is_kept(results):
+    """Submitted facts may be large, and hundreds of runs are read."""
+    facts = {"length": 1024, "depth": 50.0, "logprobs": [[-1.0] * 100], "keys": ["x"]}
+    results.add("a", edit=lambda _, lines: [x.update(facts=facts) for x in lines])
+    other = {"length": [1] * 100, "depth": "x"}
+    results.add("b", method="knorm", edit=lambda _, lines: [x.update(facts=other) for x in lines])
+    results.add("c", method="h2o", edit=lambda _, lines: [x.update(facts={"a": [1] * 200_000}) for x in lines])
+    runs, problems = read_listed(results.folder)
+    kept = {x.place: [y.facts for y in x.run.lines.values()] for x in runs}
+    assert kept == {"a": [{"length": 1024, "depth": 50.0}] * 24, "b": [{}] * 24}
+    assert [x.reason for x in problems] == ["samples.jsonl: more than 100,000 values"]
