@@ -11,11 +11,12 @@ import pytest
 from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
-from kvbench.leaderboard.submission.records import MANIFEST, RESULT
+from kvbench.leaderboard.submission.records import MANIFEST, RESULT, VERIFICATION
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.measurements import LATER
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
+from kvbench.runs.files import write_record
 from kvbench.runs.stats import bootstrap_interval
 
 from .conftest import as_own_method, edit, edit_spec, make_run, on_gpu
@@ -323,6 +324,17 @@ def test_a_copy_of_a_run_without_times_is_refused(snapkv, tmp_path):
     assert found.reason == f"its times equal those of {snapkv.bundle.spec.run_id} by ada: it is a copy"
     lines = tuple(x.model_copy(update={"seconds": x.seconds + 1 + x.index}) for x in copy.lines)
     assert Repository([tmp_path]).check_copies(replace(copy, lines=lines)).outcome == "ok"
+
+
+def test_a_run_that_reached_no_level_is_evidence_of_no_copy(snapkv, tmp_path):
+    """Its journal is not even read: anyone can send large ones."""
+    folder = put_in_folder(snapkv.files, snapkv.bundle.manifest, tmp_path)
+    copy = open_bundle(edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="eve")))
+    record = verify(snapkv.files, Repository()).conclude()
+    for level, outcome in (("L0", "refused"), (None, "ok")):
+        write_record(folder / VERIFICATION, record.model_copy(update={"level": level}))
+        known = Repository([tmp_path])
+        assert (known.check_copies(copy).outcome, len(known._fingerprints)) == (outcome, int(level is not None))
 
 
 def test_a_failed_run_is_flagged_and_has_no_score(snapkv, check):

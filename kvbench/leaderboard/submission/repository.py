@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import median
 
 from kvbench.analysis.compare import name_protocol, name_questions
-from kvbench.leaderboard.submission.archive import find_bundles, read_files
+from kvbench.leaderboard.submission.archive import find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Bundle, Head, open_bundle, open_head
-from kvbench.leaderboard.submission.records import Check
+from kvbench.leaderboard.submission.records import VERIFICATION, Check, Verification
+from kvbench.leaderboard.submission.strict_json import parse
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.lookup import find_known_task, is_known_full
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
@@ -49,6 +50,8 @@ class RunIdentity:
     """Equal for runs on the same examples."""
     full: bool
     """Whether it is a run of the full cache."""
+    unverified: bool = False
+    """Whether its verification reached no level, so that its answers and times are evidence of nothing."""
 
     @classmethod
     def of(cls, head: Head) -> RunIdentity:
@@ -143,7 +146,9 @@ class Repository:
         for path in (x for folder in folders for x in find_bundles(folder)):
             try:
                 found = RunIdentity.of(open_head(read_files(path)))
-                self._runs[path] = replace(found, submitter=found.submitter or submitter)
+                self._runs[path] = replace(
+                    found, submitter=found.submitter or submitter, unverified=_is_unverified(path)
+                )
             except RefusedError as error:
                 say(f"{path} is ignored: {error}.")
 
@@ -168,7 +173,10 @@ class Repository:
         reference's, their tokens are the top-1 tokens of both; their first other tokens are, too.
         """
         spec, protocol = bundle.spec, name_protocol(bundle.result)
-        path = next((path for path, x in self._runs.items() if x.full and x.protocol == protocol), None)
+        path = next(
+            (path for path, x in self._runs.items() if x.full and x.protocol == protocol and not x.unverified),
+            None,
+        )
         if path is None or spec.history != "reference" or find_known_task(spec).nonempty:
             return None
         full = self._read(path).answers
@@ -188,7 +196,8 @@ class Repository:
         identity, fingerprint = RunIdentity.of(bundle), JournalFingerprint.of(bundle)
         others = [
             (x, self._read(path)) for path, x in self._runs.items()
-            if x.prompts == identity.prompts and (x.run_id, x.submitter) != (identity.run_id, identity.submitter)
+            if x.prompts == identity.prompts and not x.unverified
+            and (x.run_id, x.submitter) != (identity.run_id, identity.submitter)
         ]
         model = frozenset(wrong for x, other in others if x.full for wrong in other.wrong.items())
         doubts = []
@@ -235,6 +244,14 @@ def _is_possible(found: Agreement, ours: Sequence[int], full: Sequence[int], ref
         if one != wanted:
             break
     return same <= round(found.top1 * found.n)
+
+
+def _is_unverified(path: Path) -> bool:
+    """Whether a record next to a run says that it has no level, whoever wrote it."""
+    try:
+        return parse(read_regular(path / VERIFICATION), Verification, VERIFICATION).level is None
+    except (OSError, RefusedError):
+        return False
 
 
 def _hash(document: object) -> str:
