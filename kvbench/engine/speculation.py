@@ -136,6 +136,10 @@ def draft_with(session: Session, drafter: Method, token: Tensor, count: int) -> 
     draft = open_draft(session, drafter)
     with draft.fork() as branch:
         branch.logits = branch.forward(token[:, None], Moment.DECODE)[:, -1]
+        for store in branch.layers:
+            if isinstance(store, VerifiedKV):  # a drafter in rounds: its first token needs a pass, too
+                store.passes += 1
+                store.generated += 1
         found = drafter.generate(branch, count, frozenset())
         draft.credit(branch)
     return torch.tensor(found.ids, device=token.device)

@@ -71,9 +71,9 @@ class VerifiedKV(LayerKV):
     drafted: int = field(default=0, init=False)
     """Draft steps."""
     passes: int = field(default=0, init=False)
-    """Verification passes."""
+    """Passes over the target that gave tokens: verifications, and of a drafter the pass before its first round."""
     generated: int = field(default=0, init=False)
-    """Tokens that the verification passes gave."""
+    """Tokens that these passes gave."""
     _ready: bool = field(default=False, init=False)
 
     def prepare(self) -> None:

@@ -42,7 +42,7 @@ class TriForce(Verified):
         "theirs. Each level verifies the tokens of the level below, up to the full cache.",
         arxiv="2404.11912",
         year=2024,
-        version="2",
+        version="3",
         family="lossless",
         stages=("generation", "retrieval"),
         budget=BudgetKind.READ,
@@ -54,6 +54,9 @@ class TriForce(Verified):
             "authors' is another model of 68 million parameters."),
             ("Chunks are chosen by the mean over the query heads of a KV head; the authors' models have one query head "
             "per KV head."),
+            ("Chunks are chosen anew after every round, by the query of its last token. The released code chooses them "
+            "once, by the query of the last prompt token (models/cache.py:180), and its decode loop adds new tokens in "
+            "place of retrieved ones (utils/decoding.py:125)."),
             "The retrieved chunks and the newest tokens, at most a chunk less one, make up the budget.",
             "Greedy decoding, for which every level is exact; the authors sample.",
         ),

@@ -16,6 +16,7 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.lossless.triforce import RetrievedKV
 from kvbench.registry import find_method
 from kvbench.store import LayerKV
+from kvbench.store.entries import storage_bytes
 from kvbench.store.hierarchical import HierarchicalKV, lower_half
 from tests.methods.conftest import AUTOREGRESSIVE
 
@@ -262,6 +263,37 @@ def test_the_first_chunk_and_the_highest_mean_product_are_retrieved(make_step):
     store.retrieve(source, step, 2, 5)
     assert store.keys.flatten().tolist() == [0.0, 0.0, 3.0, 1.0, 7.0]
     assert store.seen == 9
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.2])
+def test_read_bytes_of_triforce_are_those_of_its_passes(monkeypatch, budget):
+    """Every pass over the chunks, that of the first drafted token, too; one over T tokens had T - 1 drafts."""
+    passes = []
+    attend = RetrievedKV.attend
+
+    def count(store, step):
+        passes.append(step.query.shape[2])
+        return attend(store, step)
+
+    monkeypatch.setattr(RetrievedKV, "attend", count)
+    method = find_method("triforce")(draft_length=6, window_length=2, window_budget=LENGTH, sinks=4)
+    with open_session(method, tiny_model(), Budget("fraction", budget)) as session:
+        session.prefill(CONTEXT)
+        assert passes == []
+        found = session.answer(8, stop=NEVER_STOP).speculation
+        stores = find_stores(session)
+        tokens = passes[::len(stores)]  # the layers take turns
+        if budget == 1.0:  # all accepted: a pass for the first of 6 tokens, and two rounds of 2 + 1 and 1 + 1
+            assert (found.rounds, found.accepted, tokens) == (1, 6, [1, 3, 2])
+        for outer in stores:
+            inner = outer.draft
+            assert inner.passes == len(tokens) == len(passes) / len(stores)
+            assert (inner.drafted, inner.generated) == (sum(x - 1 for x in tokens), outer.drafted)
+            chunks, window, full = (
+                storage_bytes(x.tensors()) - x.spare_bytes() for x in (inner.target, inner.draft, outer.target)
+            )
+            read = inner.passes * chunks + inner.drafted * window + outer.passes * full
+            assert read - outer.drafted - outer.generated < outer.read_bytes() * outer.generated <= read
 
 
 def test_retrieved_chunks_take_later_tokens(make_step):
