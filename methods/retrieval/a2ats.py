@@ -59,6 +59,7 @@ class A2ATS(ReadingMethod):
         "codewords once, and looks up every entry's score.",
         arxiv="2502.12665",
         year=2025,
+        version="2",
         family="retrieval",
         stages=("retrieval",),
         budget=BudgetKind.READ,
@@ -80,7 +81,8 @@ class A2ATS(ReadingMethod):
         unverified=("tokens and iterations: chosen so that calibration takes seconds.",),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
-            "The codebooks count as stored bytes of every context, and are read for every token.",
+            ("The codebooks count as stored bytes of every context, and are read for every token: the codewords by "
+            "its query, and the metric of the queries by its own key."),
             "The manual's text differs between versions of Python; the result records a hash of the codebooks.",
         ),
     )
@@ -103,9 +105,11 @@ class A2ATS(ReadingMethod):
         kv.start({"book": held[None].to(kv.keys.dtype, copy=True)}, codes={"code": codes})
 
     def extend(self, kv: ChosenKV, step: Step) -> None:
-        """Find the codewords of new keys."""
+        """Find the codewords of new keys, for which each reads the metric; the codewords are read by its query, too."""
         assert kv.codes is not None
         plain = step.rope.rotate(step.key.float(), step.positions, inverse=True)
+        metric = kv.index["book"][:, :, self.codewords :]
+        kv.reads["bytes"] += metric.numel() * metric.itemsize * plain.shape[2]
         kv.codes.append({"code": self.encode(plain, kv.index["book"][0].float())})
 
     def encode(self, plain: Tensor, book: Tensor) -> Tensor:
@@ -155,7 +159,7 @@ class A2ATS(ReadingMethod):
 
     def _scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
         codes = (shape.length - self.sinks - self.recent) * CODE_BYTES
-        return layer.kv_heads * (self.codewords * layer.key_dim * shape.itemsize + codes)
+        return self._book_bytes(layer, shape) + layer.kv_heads * codes
 
     def least_read_bytes(self, shape: Shape) -> int:
         """Bytes that a token reads at least, if all query heads choose the same entries."""

@@ -125,13 +125,27 @@ def test_equal_keys_are_one_first_center():
 
 
 def test_a_group_reads_the_union(make_step, monkeypatch, rope):
-    """Codewords, codes of the candidates, and the entries that either query head chose, once."""
+    """Codewords, codes of the candidates, and the entries that either query head chose, once; its key, the metric."""
     method, kv, step, _ = started(make_step, monkeypatch, rope)
     found = ask(method, kv, step)
     read = sum(map(len, found)) * 2 * 16 * 4
-    assert kv.reads["bytes"] == read + 2 * (40 * 16 * 4 + (41 - 2 - 3) * 2)
+    assert kv.reads["bytes"] == read + 2 * ((40 + 16) * 16 * 4 + (41 - 2 - 3) * 2)
     layer, shape = tiny_model().shape(40).layers[0], tiny_model().shape(40)
     assert method.token_bytes(layer, shape) >= kv.reads["bytes"] - 2 * (2 * 16 * 4 + 2)
+
+
+def test_every_token_of_a_question_reads_the_metric(make_step, monkeypatch, rope):
+    """Three new keys are encoded with it; declared bytes are those of one, and the least differ by entries only."""
+    method, kv, step, _ = started(make_step, monkeypatch, rope)
+    before = kv.reads["bytes"]
+    three = replace(
+        step, key=draw(1, 2, 3, 16), positions=torch.arange(40, 43)[None],
+    )
+    method.extend(kv, three)
+    assert kv.reads["bytes"] - before == 3 * 2 * 16 * 16 * 4
+    shape = tiny_model().shape(40)
+    own = 2 * (12 * 2 * 16 * 4 + (40 + 16) * 16 * 4 + (40 - 2 - 3) * 2)  # entries, codewords and metric, codes
+    assert method.least_read_bytes(shape) == len(shape.layers) * own
 
 
 def test_a_choice_of_everything_is_full_attention(make_step, monkeypatch, rope):
