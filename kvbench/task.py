@@ -185,6 +185,15 @@ class Task(ABC):
         for index in range(n):
             yield self.generate(index, seed=seed, split=split, length=length, turns=turns, tokenizer=tokenizer)
 
+    def outlines(
+        self, *, seed: int, n: int, turns: int, mode: Mode, tokenizer: PreTrainedTokenizerBase  # noqa: ARG002
+    ) -> Iterator[Example]:
+        """Yield the first `n` examples of a data set whose contexts are cut to the length, without contexts; else none.
+
+        A run reads them before it starts: some records may have more questions and answers than the model has room for.
+        """
+        return iter(())
+
     def generate(
         self, index: int, *, seed: int, split: Split, length: int, turns: int, tokenizer: PreTrainedTokenizerBase
     ) -> Example:

@@ -44,7 +44,9 @@ class DatasetTask(Task):
     def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:
         """Build the example of a record with at most `turns` turns and its whole context; `examples` sets the id."""
 
-    def reserve(self, example: Example, *, turns: int, mode: Mode) -> int:  # noqa: ARG002  # for overrides
+    def reserve(
+        self, example: Example, *, turns: int, mode: Mode, tokenizer: PreTrainedTokenizerBase  # noqa: ARG002
+    ) -> int:
         """Tokens of `length` that the first prompt must leave free for generation."""
         return example.turns[0].max_new_tokens
 
@@ -110,7 +112,7 @@ class DatasetTask(Task):
         frame = self.frame(tokenizer)
         for index in self.choose(n, seed):
             example = self.compose(self.record(index), mode=mode, turns=turns, frame=frame)
-            reserve = self.reserve(example, turns=turns, mode=mode)
+            reserve = self.reserve(example, turns=turns, mode=mode, tokenizer=tokenizer)
             text, cut = cut_middle(tokenizer, example.context, length - reserve, self._counter(example, tokenizer))
             if not text:
                 raise UserError(
@@ -123,7 +125,16 @@ class DatasetTask(Task):
         """Tokens that the first record needs with one token of context and its generation; others may need more."""
         mode = Mode.MULTI_TURN if turns > 1 else Mode.SINGLE
         example = self.compose(self.record(0), mode=mode, turns=turns, frame=self.frame(tokenizer))
-        return self._counter(example, tokenizer)("") + 1 + self.reserve(example, turns=turns, mode=mode)
+        reserve = self.reserve(example, turns=turns, mode=mode, tokenizer=tokenizer)
+        return self._counter(example, tokenizer)("") + 1 + reserve
+
+    def outlines(
+        self, *, seed: int, n: int, turns: int, mode: Mode, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Example]:
+        """Yield the first `n` examples without their contexts."""
+        for index in self.choose(n, seed):
+            example = self.compose(self.record(index), mode=mode, turns=turns, frame=self.frame(tokenizer))
+            yield replace(example, context="")
 
     def _counter(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
         """A function that counts the tokens of the example's first prompt with a given context."""

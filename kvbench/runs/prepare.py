@@ -38,12 +38,13 @@ from kvbench.runs.spec import (
     describe_bound,
 )
 from kvbench.settings import jsonable_settings
-from kvbench.task import find_frame, prompt_tokens
+from kvbench.task import encode, find_frame, prompt_tokens
 from kvbench.text.template import Frame, find_bos
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
     from kvbench.method import Method, ModelKind
+    from kvbench.task import Encoded, Example
 
 GB = 1e9
 
@@ -219,6 +220,26 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
     )
 
 
+def _measure(job: Job, example: Example, encoded: Encoded) -> int:
+    """The most tokens that a conversation on an autoregressive model can have."""
+    most = [cap_new_tokens(x.max_new_tokens, job.spec.generation) for x in example.turns]
+    return find_capacity(encoded, job.spec, most, compares=job.compares)
+
+
+def _may_exceed(job: Job) -> bool:
+    """Whether a record of a data set may exceed the model if its first prompt has the most tokens of the length."""
+    spec, tokenizer = job.spec, job.model.tokenizer
+    outlines = job.task.outlines(
+        seed=spec.seed, n=spec.samples, turns=spec.turns, mode=spec.mode, tokenizer=tokenizer
+    )
+    for outline in outlines:
+        encoded = encode(job.task, outline, tokenizer, job.frame)
+        context = spec.task.length - outline.turns[0].max_new_tokens - prompt_tokens(encoded)
+        if context + _measure(job, outline, encoded) > job.model.max_length:
+            return True
+    return False
+
+
 def _find_weights(bound: Method) -> str | None:
     """SHA-256 of the weights in the file that the setting `weights` names: the path says nothing of its contents."""
     return getattr(bound, "part", None) if bound.settings.get("weights") else None
@@ -227,7 +248,8 @@ def _find_weights(bound: Method) -> str | None:
 def _try_first(job: Job, request: Request) -> Job:
     """Generate the first sample, bind the method, fit the budget, check the model's capacity, and choose the batch.
 
-    On a diffusion model all samples are generated: the denoising settings must fit every answer.
+    On a diffusion model all samples are generated: the denoising settings must fit every answer. So they are where a
+    record of a data set may exceed the model.
 
     Raises:
         UserError: one of these fails.
@@ -257,8 +279,9 @@ def _try_first(job: Job, request: Request) -> Job:
     bound = job.method.bind(job.model)  # some budgets are resolved per head
     fitted = bound.fit(job.budget, job.model.shape(context))
     if job.model.masking is None:
-        most = [cap_new_tokens(x.max_new_tokens, spec.generation) for x in example.turns]
-        capacity = find_capacity(encoded, spec, most, compares=job.compares)
+        capacity = _measure(job, example, encoded)
+        if _may_exceed(job):
+            check_capacity(job, max([capacity, *(_measure(job, one, ids) for _, one, ids in made)]))
     else:
         from kvbench.diffusion.sample import plan_turn  # imports torch; requests are checked first
 

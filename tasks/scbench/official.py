@@ -18,22 +18,27 @@ Intended differences from the runner:
 - Every record is cut to the requested number of turns; the runner cuts none if the first record has no more than that.
 - The middle of the context is cut; the runner cuts the middle of the whole first prompt, which lies some tokens later.
   With multi-request, the length includes the first question.
+- Without multi-request, the length has room for the whole conversation with its reference answers. The runner reserves
+  max_new_tokens for every answer, in which later questions, chat headers and longer reference answers may not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.errors import UserError
-from kvbench.task import Example, Mode, Turn
+from kvbench.task import Example, Mode, Turn, encode
 from kvbench.tasks.dataset import DatasetTask
 from kvbench.tasks.records import Columns, Record, check_columns
 from kvbench.tasks.scoring.scbench import SCORERS
 from kvbench.text.template import Frame
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REQUEST_ROOM = 1000
 """Tokens that the runner reserves for a question of multi-request."""
@@ -65,7 +70,7 @@ class Place(Enum):
 class SCBench(DatasetTask):
     """A task of SCBench. data: path of a local copy; empty: the hub."""
 
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     suite: ClassVar[str] = "scbench"
     hub: ClassVar[str] = "microsoft/SCBench"
     revision: ClassVar[str] = "283310bb8c5ba6909dd9a6b1be087d2937f76f6d"
@@ -141,13 +146,21 @@ class SCBench(DatasetTask):
         """Tokens that the runner reserves for the answers of this many turns."""
         return self.max_new_tokens * turns
 
-    def reserve(self, example: Example, *, turns: int, mode: Mode) -> int:
-        """Tokens that the runner reserves: for the requested turns, but at most for those of the first record.
+    def reserve(self, example: Example, *, turns: int, mode: Mode, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens that the runner reserves, or those of the conversation after the first question if these are more.
 
-        The number of turns of the example itself does not matter, as in the runner.
+        The runner reserves for the requested turns, but at most for those of the first record. The number of turns of
+        the example itself does not matter there.
         """
-        room = self.room(min(turns, count_turns(self))) + (REQUEST_ROOM if mode is Mode.MULTI_REQUEST else 0)
-        return max(room, example.turns[0].max_new_tokens)
+        room = self.room(min(turns, count_turns(self)))
+        if mode is Mode.MULTI_REQUEST:
+            return max(room + REQUEST_ROOM, example.turns[0].max_new_tokens)
+        encoded, begun = encode(self, replace(example, context=""), tokenizer), 0
+        for index, (turn, ids) in enumerate(zip(example.turns, encoded.turns, strict=True)):
+            begun += len(ids.later) if index else 0
+            room = max(room, begun + max(turn.max_new_tokens, len(ids.answer)))
+            begun += len(ids.answer)
+        return room
 
 
 @cache

@@ -73,6 +73,46 @@ def test_the_first_prompt_leaves_room_for_five_answers(name, records, task_of, m
     assert example.context[:80] == whole.context[:80] and example.context[-80:] == whole.context[-80:]
 
 
+def conversation(example, tokenizer, task) -> int:
+    """Tokens of a conversation with the data's answers, up to the most of its last answer."""
+    encoded = encode(task, example, tokenizer)
+    later = sum(len(x.later) for x in encoded.turns[1:])
+    *past, last = (len(x.answer) for x in encoded.turns)
+    return prompt_tokens(encoded) + later + sum(past) + max(last, example.turns[-1].max_new_tokens)
+
+
+def wordy(record: dict, times: int) -> dict:
+    """The record with that many turns, whose questions have some hundred tokens each."""
+    record = longer(record, times)
+    return record | {"multi_turns": [{**x, "input": x["input"] + " please" * 100} for x in record["multi_turns"]]}
+
+
+@pytest.mark.parametrize("name", ["scbench_kv", "scbench_qa_eng", "scbench_summary_with_needles"])
+@pytest.mark.parametrize("turns", [1, 5])
+def test_a_conversation_fits_the_length(name, turns, records, task_of, mini_tokenizer):
+    """Later questions and answers may take more than the runner reserves; then the context loses more."""
+    record = wordy(records[name], 5)
+    record["multi_turns"][0]["answer"] = "long " * 900
+    task = task_of(name, record)
+    (example,) = make(task, mini_tokenizer, length=7000, turns=turns)
+    assert example.facts["cut_tokens"] > 0
+    assert 6980 <= conversation(example, mini_tokenizer, task) <= 7000
+
+
+def test_a_long_record_is_refused_before_the_first_runs(records, task_of, tmp_path, capsys):
+    """With own history later questions come on top of the answers' room: the second record exceeds the model."""
+    record = records["scbench_kv"]
+    task = task_of("scbench_kv", record, wordy(record, 5))
+    code = call([
+        "run", "--task", "scbench_kv", "--task-set", f"data={task.data}", "--length", "8192", "--model", "mini",
+        "--method", "full", "--samples", "2", "--mode", "multi-turn", "--history", "own", "--device", "cpu", "--out",
+        str(tmp_path / "runs"),
+    ])
+    assert code == 2
+    assert "length 8192 with 5 turns needs up to" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_first_prompt_leaves_room_for_its_own_answer(records, task_of, mini_tokenizer):
     """Half of both limits is less than the first, where one question is asked."""
     task = task_of("scbench_repoqa_and_kv", longer(records["scbench_repoqa_and_kv"], 8))
