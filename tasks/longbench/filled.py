@@ -2,7 +2,8 @@
 
 The published code tokenizes the filled prompt; if it is too long, it keeps the first and the last half of the allowed
 tokens, decodes them and puts the text into the chat template. The question belongs to the last half, so the cut must be
-made on the filled prompt and not on the context alone.
+made on the filled prompt and not on the context alone. Where decoding changes the text after the context (a normalized
+letter, a special token's name), that text stays as it is in the record, and is found by its place.
 """
 
 from __future__ import annotations
@@ -76,14 +77,19 @@ class FilledPrompt(DatasetTask):
         ids = tokenize(tokenizer, example.context + end, special=True)
         half = (len(ids) - over) // 2
         while half > 0:
-            text = "".join(
+            first, last = (
                 str(tokenizer.decode(list(x), skip_special_tokens=True, clean_up_tokenization_spaces=False))
                 for x in (ids[:half], ids[-half:])
             )
-            if not text.endswith(end):
-                break
+            if (first + last).endswith(end):
+                context = (first + last).removesuffix(end)
+            else:  # the cut reached the question, or decoding changed it
+                stop = self._find_end(tokenizer, example, end, len(ids) - half)
+                if stop > len(example.context):
+                    break
+                context = first + example.context[stop:]
             facts = {**example.facts, "cut_tokens": len(ids) - 2 * half}
-            kept = replace(example, context=text.removesuffix(end), facts=facts)
+            kept = replace(example, context=context, facts=facts)
             over = count_prompt(self, kept, tokenizer, frame) - most
             if over <= 0:
                 return kept
@@ -91,6 +97,23 @@ class FilledPrompt(DatasetTask):
         raise UserError(
             f"{example.id} of {self.name} cannot be cut to {length} tokens: the question must stand whole in the last "
             "half of the prompt. Use a greater --length."
+        )
+
+    def _find_end(self, tokenizer: PreTrainedTokenizerBase, example: Example, end: str, tokens: int) -> int:
+        """Characters of the prompt that its first tokens cover.
+
+        Raises:
+            UserError: the tokenizer cannot tell, and does not give the question back as it is.
+        """
+        text = example.context + end
+        if tokenizer.is_fast:
+            return int(tokenizer(text, return_offsets_mapping=True).offset_mapping[tokens - 1][1])
+        ids = list(tokenize(tokenizer, text, special=True))
+        if str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).endswith(end):
+            return len(text)  # the cut reached the question
+        raise UserError(
+            f"{example.id} of {self.name} cannot be cut: the tokenizer changes its question and has no offsets to find "
+            "it by. Use a greater --length, or a model with a fast tokenizer."
         )
 
 

@@ -7,6 +7,8 @@ import zipfile
 
 import huggingface_hub
 import pytest
+from tokenizers import Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from kvbench.cli import call
 from kvbench.errors import UserError
@@ -61,6 +63,35 @@ def test_a_cut_prompt_fills_the_length(open_task, make, mini_tokenizer, length):
     used = prompt_tokens(encode(task, example, mini_tokenizer)) + 128
     assert length - 4 <= used <= length
     assert example.facts["cut_tokens"] > 0
+
+
+@pytest.mark.parametrize("asked", ["Cafe\u0301?", "What does <s> mean?"], ids=["normalized", "special token"])
+@pytest.mark.parametrize("length", [1000, 1001])
+def test_a_question_that_decoding_changes_is_kept(open_task, make, octets, asked, length):
+    """By its place in the text: a tokenizer may normalize it or skip its special tokens."""
+    inner = Tokenizer.from_str(octets.backend_tokenizer.to_str())
+    inner.normalizer = normalizers.NFC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    task = open_task("hotpotqa", input=asked, context="0123456789" * 200)
+    (whole,), example = make(task, tokenizer).turns, make(task, tokenizer, length)
+    assert example.turns == (whole,) and asked in whole.question
+    used = prompt_tokens(encode(task, example, tokenizer)) + whole.max_new_tokens
+    assert length - 2 <= used <= length
+    assert example.context.endswith("6789") and example.facts["cut_tokens"] > 0
+    with pytest.raises(UserError, match="the question must stand whole"):
+        make(task, tokenizer, 200)
+
+
+@pytest.mark.parametrize(("asked", "message"), [
+    ("What does <s> mean?", "the tokenizer changes its question and has no offsets"),
+    ("What?", "the question must stand whole"),
+])
+def test_a_tokenizer_without_offsets_says_what_it_lacks(open_task, make, octets, monkeypatch, asked, message):
+    """Where it changes the question; where the cut reaches the question, that is said."""
+    monkeypatch.setattr(type(octets), "is_fast", False)
+    task = open_task("hotpotqa", input=asked, context="0123456789" * 200)
+    with pytest.raises(UserError, match=message):
+        make(task, octets, 200)
 
 
 def test_a_cut_that_would_reach_the_question_is_refused(open_task, make, octets):
