@@ -204,7 +204,8 @@ class CodedKV(LayerKV):
         if not self.first:
             return []
         keys, values = (coder.turn(self.first[kind].float()) for kind, coder in self._coders.items())
-        return [attend_block(query, keys, values, 0, options)]
+        start = self.seen - self._total - keys.shape[2]  # above 0 where a sliding window has left tokens behind
+        return [attend_block(query, keys, values, start, options)]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""

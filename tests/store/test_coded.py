@@ -12,7 +12,7 @@ from kvbench.method import Moment, Step
 from kvbench.methods.quantization.polarquant import PolarCoder
 from kvbench.methods.quantization.qjl import SketchCoder
 from kvbench.methods.quantization.turboquant import RotatedCoder
-from kvbench.store import coded
+from kvbench.store import LayerKV, coded
 from kvbench.store.coded import CodedKV
 from kvbench.store.coders import GroupCoder, HadamardCoder, SplitCoder, as_norm
 
@@ -134,3 +134,22 @@ def test_a_norm_beyond_float16_is_refused():
     """It would become infinite."""
     with pytest.raises(ValueError, match="65504"):
         as_norm(torch.tensor([7e4]))
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_exact_first_entries_of_a_sliding_layer_leave_its_window(sinks):
+    """They are the first that the window left at the end of the context, not the first of the conversation."""
+    window = 16
+    kv = CodedKV(key_coder=GroupCoder(8, None), value_coder=GroupCoder(8, None), sinks=sinks)
+    exact = LayerKV()
+    step = make_step(*(draw(1, heads, 40, 16, seed=heads) for heads in (4, 2, 2)), 0, window=window)
+    for store in (kv, exact):
+        store.append(step)
+        store.keep_last(window)
+    kv.encode()
+    for seen in range(40, 45):
+        more = [draw(1, heads, 1, 16, seed=seen + heads) for heads in (4, 2, 2)]
+        step = make_step(*more, seen, moment=Moment.DECODE, window=window)
+        kv.append(step)
+        exact.append(step)
+        assert torch.allclose(kv.attend(step), exact.attend(step), atol=0.02)
