@@ -97,6 +97,11 @@ class VerifiedKV(LayerKV):
         target = 0 if isinstance(self.target, HostKV) else self.target.bytes_for(layer, shape, shape.entries(layer))
         return target + self.draft.bytes_for(layer, shape, entries)
 
+    def resume(self) -> None:
+        """Bring both caches into the form that an answer reads: of a draft, forks would each do it for themselves."""
+        self.target.resume()
+        self.draft.resume()
+
     def append(self, step: Step) -> None:
         """Add a forward's entries to both caches."""
         self.prepare()
@@ -162,6 +167,10 @@ class VerifiedKV(LayerKV):
     def host_spare_bytes(self) -> int:
         """Bytes in host memory that hold no entry yet."""
         return self.draft.host_spare_bytes() + (self.target.spare_bytes() if self._host else 0)
+
+    def file_bytes(self) -> int:
+        """Bytes of entries of both caches in files."""
+        return self.draft.file_bytes() + self.target.file_bytes()
 
     def read_bytes(self) -> int:
         """Bytes that drafting and verification read per generated token; before the first, those of the target."""

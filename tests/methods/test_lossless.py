@@ -14,6 +14,7 @@ from kvbench.kernels.pack import quantize, unpack
 from kvbench.method import Budget, BudgetKind, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.lossless.triforce import RetrievedKV
+from kvbench.methods.quantization.cachegen import CacheGenStream
 from kvbench.registry import find_method
 from kvbench.store import LayerKV
 from kvbench.store.entries import storage_bytes
@@ -184,7 +185,21 @@ def test_reads_of_a_pass_over_host_memory_are_reads_from_the_host():
     assert after.host_read_bytes_per_step == pytest.approx(held / 4, rel=1e-3)
     assert after.read_bytes_per_step - after.host_read_bytes_per_step == pytest.approx(3 * held / 4, rel=1e-3)
     assert found["leoam+vericache"][1].file_read_bytes_per_step > 0
+    assert found["leoam+vericache"][0].file_bytes > 0
     assert [x.host_read_bytes_per_step for x in found["magicdec"][:2]] == [0, 0]
+
+
+def test_a_stream_that_drafts_is_decoded_once(monkeypatch):
+    """Before the answer, as part of the time to its first token: not by the fork that drafts, and then once more."""
+    decode, calls = CacheGenStream.decode, []
+    monkeypatch.setattr(CacheGenStream, "decode", lambda self: calls.append(self) or decode(self))
+    model, method = tiny_model(), find_method("cachegen+vericache")(draft_length=3)
+    with open_session(method, model, choose_budget(method)) as session:
+        session.prefill(CONTEXT)
+        session.resume()
+        assert len(calls) == len(session.layers)
+        session.ask([], 9, stop=NEVER_STOP)
+    assert len(calls) == len(session.layers)
 
 
 def test_a_batch_gives_each_sequence_its_own_answer():
