@@ -239,7 +239,7 @@ class CodedKV(LayerKV):
         distinct = 0
         if entries:
             first = next(iter(self._parts("key", 0, self.n).values()))
-            distinct = int(torch.bincount(first.contiguous().view(torch.uint8).flatten().int()).count_nonzero())
+            distinct = int(torch.bincount(first.contiguous().view(torch.uint8).flatten()).count_nonzero())
         return {
             **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(distinct, maximum=True),

@@ -49,7 +49,7 @@ class Int8KV(LayerKV):
     def facts(self) -> dict[str, Fact]:
         """Entries in 8 bits and the distinct key codes among them."""
         entries = self.n * len(self.entries_kept()) if self.quantized else 0
-        codes = int(torch.bincount(self.keys.flatten().to(torch.int64) + 128).count_nonzero()) if entries else 0
+        codes = int(torch.bincount(self.keys.flatten().view(torch.uint8)).count_nonzero()) if entries else 0
         return {
             **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(codes, maximum=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -18,6 +20,8 @@ from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import BudgetKind, Card, Method, Moment, Step
 from kvbench.store import LayerKV
+from kvbench.store.coded import CodedKV
+from kvbench.store.coders import GroupCoder
 from kvbench.store.int8 import Int8KV
 
 HEADS, WIDTH = 2, 3
@@ -314,6 +318,31 @@ def test_decoding_within_capacity_reallocates_nothing():
     for token in range(20, 23):
         add(kv, [token], moment=Moment.DECODE)
     assert pointers(kv) == before
+
+
+@pytest.mark.parametrize("kind", ["int8", "coded"])
+def test_distinct_codes_are_counted_without_a_wider_copy(kind):
+    """Every code of a context of thousands of entries is a byte, and stays one."""
+    kv = Int8KV() if kind == "int8" else CodedKV(key_coder=GroupCoder(8, None), value_coder=GroupCoder(8, None))
+    key = torch.randn(1, 2, 2000, 16, generator=torch.Generator().manual_seed(0))
+    kv.append(replace(step_of(list(range(2000)), 2000, batch=1), query=key, key=key, value=key))
+    (kv.quantize if kind == "int8" else kv.encode)()
+    codes = kv.keys if kind == "int8" else next(iter(kv._parts("key", 0, kv.n).values()))
+    with Widest() as watch:
+        distinct = kv.facts()["distinct_codes"].value
+    assert distinct == len(codes.contiguous().view(torch.uint8).unique()) > 200
+    assert watch.bytes <= codes.nbytes
+
+
+class Widest(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that any operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max([self.bytes, *(x.nbytes for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor))])
+        return out
 
 
 def test_a_full_store_grows():
