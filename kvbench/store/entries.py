@@ -73,7 +73,7 @@ class Buffer:
         others = [x for x in self._others(store) if x.n > store.n or x.length is not None]
         if any(x.length is not None for x in others):
             return False
-        if others:
+        if others or (self._aside and store.n < self._common):  # those set aside share entries up to `_common`
             self._set_aside(store.n, store)
         return True
 

@@ -250,6 +250,20 @@ def test_entries_set_aside_reach_back_to_the_earliest_fork():
         assert store.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, *own]
 
 
+def test_a_crop_below_the_fork_keeps_what_is_set_aside():
+    """A common entry that one fork forgets and writes anew is set aside for the other, as its own ones are."""
+    kv = context()
+    one, two = kv.fork(), kv.fork()
+    kv.close()
+    one.append(step_of([16, 17], 8))
+    two.append(step_of([26, 27], 8))
+    assert one.keys.shape[2] == 8  # reading sets the entries of the other aside
+    one.crop(3)
+    one.append(step_of([35], 6))
+    assert two.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 26, 27]
+    assert one.keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 35]
+
+
 def test_a_fork_outlives_the_one_it_came_from():
     """Rows that a fork of a fork reads are not given away when the one between is closed."""
     kv = context()
