@@ -69,7 +69,7 @@ class CrossLayerKV(LayerKV):
 
     def restore(self, low: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some entries of the context. [B, H_kv, stop - low, D] float32 each"""
-        # Added and rotated in float32: beside a large offset, 16 bits would round away the product.
+        # Added and rotated in float32: next to a large offset, 16 bits would round away the product.
         keys, values = (
             (x[:, None, low:stop] @ basis).float() + offset
             for x, basis, offset in zip(self.factors, self.bases, self.offsets, strict=True)
