@@ -358,7 +358,7 @@ def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, mess
     (SparseDllm, {"keep": 0.0}, "keep must be above 0 and at most 1, got 0.0"),
     (SparseDllm, {"pool": 2}, "pool must be odd and 1 or more, got 2"),
     (ElasticCache, {"window": 0}, "window must be 1 or more, got 0"),
-    (Lavida, {"factor": 0}, "factor must be 1 or more, got 0"),
+    (Lavida, {"factor": 0.0}, "factor must be above 0, got 0.0"),
     (WeDlm, {"window": 0}, "window must be 1 or more, got 0"),
     (MultiBlock, {"blocks": 0}, "blocks must be 1 or more, got 0"),
     (MultiBlock, {"add": 1.5}, "add must be between 0 and 1, got 1.5"),

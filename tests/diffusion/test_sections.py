@@ -168,7 +168,7 @@ def test_the_prompts_entries_do_not_depend_on_the_answer(unshifted, prompts):
         assert kv.prefix[0].shape[2] == 20
 
 
-@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 9))
+@given(st.integers(1, 200), st.integers(1, 200), st.floats(0.01, 9.0))
 def test_a_shifted_schedule_commits_every_token(tokens, steps, factor):
     """Sums, lengths, and no step without a token."""
     counts = reveal_counts(tokens, steps, factor)
@@ -183,6 +183,15 @@ def test_a_shifted_schedule_by_hand():
     assert reveal_counts(8, 4, 1) == [2, 2, 2, 2]
 
 
+def test_a_factor_below_one_commits_many_tokens_first():
+    """64 tokens in 32 steps, as in the authors' evaluation, and as their function does without a factor."""
+    first = [6, 5, 5, 4, 4, 3, 3, 3, 2, 3, 2, 2, 2, 1, 2, *[1] * 17]
+    last = [*[1] * 13, 2, 1, 1, 2, 2, 1, 2, 2, 3, 2, 2, 3, 3, 4, 3, 4, 5, 5, 4]
+    assert Lavida().factor == 0.33
+    assert reveal_counts(64, 32, 0.33) == first
+    assert reveal_counts(64, 32, 3) == last
+
+
 def test_a_threshold_decides_whatever_the_schedule(unshifted, prompts, fill):
     """The tokens and passes of the run's own schedule."""
     linear, shift = (fill(unshifted, Lavida(schedule=x), prompt=prompts, threshold=0.2) for x in ("linear", "shift"))
@@ -191,7 +200,7 @@ def test_a_threshold_decides_whatever_the_schedule(unshifted, prompts, fill):
 
 
 def test_a_run_follows_the_shifted_schedule(unshifted, prompts):
-    """Tokens by step: 3t / (1 + 2t) of 16 reaches 8, 12, 14, 16."""
+    """Tokens by step: 3t / (1 + 2t) of 16 reaches 8, 12, 14, 16; 0.33t / (1 - 0.67t) reaches 1, 3, 7, 16."""
     counts = []
 
     class Watched(Lavida):
@@ -199,8 +208,9 @@ def test_a_run_follows_the_shifted_schedule(unshifted, prompts):
             super().commit(d, accepted)
             counts.append(int(accepted.sum()))
 
-    Denoising(unshifted, Watched(schedule="shift"), prompts[:1], 16, Sampling(4, 16)).denoise()
-    assert counts == [2, 2, 4, 8]
+    for settings in ({"factor": 3}, {}):
+        Denoising(unshifted, Watched(schedule="shift", **settings), prompts[:1], 16, Sampling(4, 16)).denoise()
+    assert counts == [2, 2, 4, 8, 9, 4, 2, 1]
 
 
 # Fast-dDrive
