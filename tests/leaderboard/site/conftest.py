@@ -64,7 +64,8 @@ class Results:
             part["name"] = method
         result["method"]["settings"] = {} if method == "full" else {"window": 32, "kernel": 7, "pool": "max"}
         spec |= {"samples": len(scores), "turns": len(scores[0])}
-        result |= {"n_samples": len(scores), "n_scored": len(scores), "visibility": "first-turn"}
+        result |= {"n_samples": len(scores), "n_scored": len(scores), "n_questions": len(values)}
+        result["visibility"] = "first-turn"
         result["score"] |= {
             "mean": fmean(values), "partial_mean": fmean(values), "ci95": [min(values), max(values)],
             "by_turn": [{"mean": fmean(x), "n": len(x)} for x in zip(*scores, strict=True)],
