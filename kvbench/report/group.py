@@ -26,6 +26,8 @@ from kvbench.runs.spec import shorten
 VISIBILITIES = {
     "visible": "question visible", "hidden": "question hidden", "first-turn": "first question visible",
 }
+EDGES = (0.15, 0.3, 0.6, 1.0)
+"""Limits of the bands of similar size as shares of the full cache, chosen so that usual budgets lie inside a band."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class GroupedRun:
     def measured(self) -> bool:
         """Whether it has a score and may appear in a chart."""
         return self.result.status == "ok" and self.result.score.mean is not None
+
+
+def find_band(size: float) -> int:
+    """The number of the band of a size, from 0."""
+    return sum(size > edge for edge in EDGES)
 
 
 def group_runs(runs: Sequence[FinishedRun], baseline: str | None = None) -> list[list[GroupedRun]]:

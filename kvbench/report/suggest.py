@@ -16,7 +16,7 @@ from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads
 from kvbench.analysis.significance import ALPHA, describe_too_few, find_least_p
 from kvbench.registry import list_models
-from kvbench.report.group import Axis, name_question
+from kvbench.report.group import Axis, find_band, name_question
 from kvbench.report.suggestion import Judged, ProtocolRuns, Question, Standing, Suggestion, Technique, count
 from kvbench.runs.results import TASKS, Result
 
@@ -64,13 +64,14 @@ class Guide:
         return self._judged[key]
 
     def _judge(self, protocol: ProtocolRuns, axis: Axis, limit: float) -> Judged:
-        chosen: dict[str, tuple[float, FinishedRun]] = {}
-        for x in protocol.runs:
+        chosen: dict[str, tuple[tuple[int, str, float], FinishedRun]] = {}
+        for x, level in zip(protocol.runs, protocol.levels or [""] * len(protocol.runs), strict=True):
             size, label = axis.measure(x.result), self.labels[name_technique(x.result)]
             if size is None or size > limit * SLACK or not _counts(x.result):
                 continue
-            if label not in chosen or size > chosen[label][0]:
-                chosen[label] = size, x
+            place = find_band(min(size, limit)), level, size
+            if label not in chosen or place > chosen[label][0]:
+                chosen[label] = place, x
         runs = [x for _, x in chosen.values()]
         differences = compare_runs(protocol.full, runs) if protocol.full is not None else [None] * len(runs)
         ranks = rank_runs(runs)

@@ -54,9 +54,11 @@ class ProtocolRuns:
 
     key: str
     runs: tuple[FinishedRun, ...]
-    """Of several runs of equal settings and size, the first counts."""
+    """Of several runs of equal settings, size and level, the first counts."""
     full: FinishedRun | None
     """A run of the full cache."""
+    levels: tuple[str, ...] = ()
+    """The level of verification of each run; empty: not known."""
 
     @property
     def example(self) -> Result:
@@ -71,7 +73,7 @@ class ProtocolRuns:
 
 @dataclass(frozen=True)
 class Standing:
-    """A technique under one protocol: its largest run within the limit."""
+    """A technique under one protocol: its largest run within the limit, or a better verified one of similar size."""
 
     protocol: ProtocolRuns
     run: FinishedRun

@@ -251,7 +251,7 @@ def _make_protocol(group: Group) -> ProtocolRuns:
     """The counted runs of a group, most trusted first."""
     counted = sorted((x.listed for x in group.rows if x.listed.counted), key=lambda x: x.priority, reverse=True)
     full = group.anchors[0].listed.run if group.anchors else None
-    return ProtocolRuns(group.key, tuple(x.run for x in counted), full)
+    return ProtocolRuns(group.key, tuple(x.run for x in counted), full, tuple(x.level for x in counted))
 
 
 def _list_axes(example: Result) -> tuple[Axis, ...]:

@@ -72,9 +72,14 @@ class ListedRun:
         return [x.reason for x in checks if x.outcome == "flag" and x.name not in RECORD_CHECKS]
 
     @property
-    def priority(self) -> tuple[bool, bool, str, str]:
-        """Sort key, most trusted last: verified runs, then curated ones, then newer ones."""
-        return self.counted, self.submitter is None, self.result.environment.started, self.name
+    def level(self) -> str:
+        """The level of its verification, of which a higher one sorts later; empty: none."""
+        return "" if self.verification is None else self.verification.level or ""
+
+    @property
+    def priority(self) -> tuple[bool, bool, str, str, str]:
+        """Sort key, most trusted last: verified runs, then curated ones, then higher levels, then newer ones."""
+        return self.counted, self.submitter is None, self.level, self.result.environment.started, self.name
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
 from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
-from kvbench.report.group import Axis, label_results
+from kvbench.report.group import EDGES, Axis, find_band, label_results
 from kvbench.report.suggest import explain_failing
 from kvbench.runs.results import TASKS, Result
-
-EDGES = (0.15, 0.3, 0.6, 1.0)
-"""Limits of the bands as shares of the full cache, chosen so that usual budgets lie inside a band."""
 
 UNRANKED = "not ranked: answers or bytes are not verified, or the method is not registered"
 """Title of the band of runs that are not counted."""
@@ -152,7 +149,7 @@ def _make_bands(axis: Axis, rows: Sequence[RankedRun], *, ranked: bool) -> tuple
     bands: dict[int, list[RankedRun]] = {}
     for x in (x for x in rows if x.listed.counted and not x.result.budget.trained):
         size = axis.measure(x.result)
-        bands.setdefault(len(EDGES) + 1 if size is None else sum(size > edge for edge in EDGES), []).append(x)
+        bands.setdefault(len(EDGES) + 1 if size is None else find_band(size), []).append(x)
     counted = [Band(_name_band(axis, band), _rank(axis, bands[band], ranked=ranked)) for band in sorted(bands)]
     trained, others = (
         tuple(sorted((x for x in rows if belongs(x)), key=lambda x: _best_first(axis, x)))

@@ -247,7 +247,7 @@ def _is_possible(found: Agreement, ours: Sequence[int], full: Sequence[int], ref
 
 
 def _is_unverified(path: Path) -> bool:
-    """Whether a record next to a run says that it has no level, whoever wrote it."""
+    """Whether a record next to a run says that it has no level, sealed or not."""
     try:
         return parse(read_regular(path / VERIFICATION), Verification, VERIFICATION).level is None
     except (OSError, RefusedError):

@@ -552,3 +552,16 @@ def test_of_the_facts_only_the_place_of_a_needle_is_kept(results):
     kept = {x.place: [y.facts for y in x.run.lines.values()] for x in runs}
     assert kept == {"a": [{"length": 1024, "depth": 50.0}] * 24, "b": [{}] * 24}
     assert [x.reason for x in problems] == ["samples.jsonl: more than 100,000 values"]
+
+
+def test_of_equal_submissions_the_one_with_the_higher_level_counts(results):
+    """A run states the time of its start itself."""
+    for name, level, started in (("a", "L2", "2026-01-01"), ("b", "L0", "9999-01-01"), ("c", "L1", "2026-01-02")):
+        def begin(result, _, started=started):
+            result["environment"]["started"] = f"{started}T00:00:00+00:00"
+
+        folder = results.add(name, edit=begin, verified=False)
+        results.send(folder, "ada")
+        results.verify(folder, level)
+    runs, _ = read_listed(results.folder)
+    assert [x.place for x in runs] == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -137,6 +138,22 @@ def test_the_largest_run_within_the_limit_counts(full):
 
     assert [chosen(x) for x in (0.09, 0.2, 0.25, 0.3, 0.6)] == [[], ["10.0%"], ["26.0%"], ["26.0%"], ["50.0%"]]
     assert ask(full, 0.09).verdict == "No technique with a run stores at most 9% of the full cache."
+
+
+def test_a_higher_level_counts_before_a_larger_size_in_one_band(full):
+    """A run that nobody reran does not displace a rerun one of similar size; a much smaller run does not count."""
+    sizes = {"a": 0.05, "b": 0.2, "c": 0.25}
+    for name, stored in sizes.items():
+        full.add(name, "poor", stored=stored)
+    runs = {x: load_run(full.folder / x) for x in ("full", *sizes)}
+
+    def chosen(**levels):
+        (protocol,) = group_protocols(runs.values())
+        levels = tuple(levels.get(x.folder.name, "L0") for x in protocol.runs)
+        answer = Guide([replace(protocol, levels=levels)]).answer(Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25))
+        return [y.run.folder.name for x in answer.techniques for y in x.standings]
+
+    assert [chosen(), chosen(b="L2"), chosen(a="L2"), chosen(a="L3", b="L2")] == [["c"], ["b"], ["c"], ["b"]]
 
 
 def test_bytes_read_have_their_own_limit(full):
