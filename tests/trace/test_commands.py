@@ -60,7 +60,7 @@ def test_wrong_requests_end_with_one_line(kvbench, arguments, message):
 
 
 def test_the_name_of_a_page_is_checked_before_the_simulation(kvbench, monkeypatch):
-    """Which takes minutes for a long trace."""
+    """A long trace takes minutes."""
     monkeypatch.setattr("kvbench.cli.trace._find", lambda *_: pytest.fail("a trace was read"))
     answer = kvbench("trace", "run", "-o", "page.htm")
     assert (answer.code, answer.err) == (2, "kvbench: output 'page.htm' must end in .html.\n")

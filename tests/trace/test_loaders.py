@@ -97,7 +97,7 @@ def test_a_bad_session_is_refused_with_its_field(tmp_path, change, message):
 
 
 def test_a_corrupt_gzip_is_refused(tmp_path):
-    """Whatever part of it is broken, as a trace and as a copy of a public one."""
+    """Each byte of it broken in turn, as a trace and as a copy of a public one."""
     whole = gzip.compress(json.dumps(GOOD).encode())
     path = tmp_path / "mooncake_conversation.jsonl.gz"
     for place in range(2, len(whole)):
