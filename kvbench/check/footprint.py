@@ -44,6 +44,8 @@ def acts_at_its_budget(method: Method) -> str:
         )
     if method.budget_kind is BudgetKind.BITS and proof.identity:
         raise NotApplicableError(f"its settings encode none of {LENGTH} entries: try smaller blocks with --set")
+    if method.budget_kind is BudgetKind.PROMPT and proof.identity:
+        raise NotApplicableError(f"its settings compute a context of {LENGTH} tokens whole: try others with --set")
     assert not proof.identity, "its budget counts as the declared identity"
     assert proof.acted, f"kept {proof.entries_kept} of {proof.entries_seen} entries, facts {proof.facts}: no effect"
     inert = _inert(method, model)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.constraints import Share
-from kvbench.method import BudgetKind, Card, Step, Upstream
+from kvbench.constraints import Positive, Share
+from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.methods.prefill.patterns import diagonal_sums, last_attention, pool_blocks
 from kvbench.store.prompt import Chosen
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod, cover_mass, first_and_own
@@ -24,6 +24,8 @@ class FlexPrefill(SparsePrefillMethod):
     """Share of the estimated attention that is computed."""
     tau: Share = 0.1
     """Distance of estimated from true attention of the last queries up to which the estimate is used."""
+    least: Positive = 1024
+    """Tokens of whole columns, and as many of diagonals, that every head computes at least."""
 
     card: ClassVar[Card] = Card(
         name="flexprefill",
@@ -32,25 +34,34 @@ class FlexPrefill(SparsePrefillMethod):
         "so, blocks are chosen by them, else columns and diagonals; in both cases until a share of it is covered.",
         arxiv="2502.20766",
         year=2025,
+        version="2",
         family="prefill",
         stages=("generation",),
         budget=BudgetKind.PROMPT,
         heads="independent",
         upstream=Upstream(
-            repo="microsoft/MInference", commit="fb56c917f618e8645f1cfc37535afd7424d78f0d", license="MIT"
+            repo="ByteDance-Seed/FlexPrefill", commit="a24b27bf117fd6ad4ba34b0db82c598e7786fd59", license="Apache-2.0"
         ),
         deviations=(
             ("Columns and diagonals are whole blocks, the fewest that cover `gamma`; the paper's are single ones. The "
-            "port in microsoft/MInference takes as many blocks as the tokens that cover it fill, and counts the first "
-            "block among them, so that a single heavy column elsewhere is lost."),
-            "The last, partial block is pooled over its own tokens.",
-            "A least and a largest number of tokens per head, which the code has as options, are not there.",
+            "authors' code takes as many blocks as the tokens that cover it fill, and counts the first block among "
+            "them, so that above `least` a single heavy column elsewhere can be lost."),
+            ("Blocks of a short context are smaller than 128 tokens, and `least` stays in tokens: more of these blocks "
+            "fill it."),
+            "A largest number of tokens per head, an option of the authors' code that they do not use, is not there.",
+        ),
+        unverified=(
+            ("gamma: as the authors run Yi-9B and Qwen2-7B; they run Llama-3.1-8B and GLM-4-9B at 0.95. least: as in "
+            "all their scripts; their README has 512."),
         ),
         limits=(
+            ("Contexts of up to `least` tokens are computed whole, as in the authors' code, and those of twice as many "
+            "nearly so: by default the method has no effect at 1,024 tokens. The curated run there has least=256, a "
+            "quarter of the context, as 1,024 tokens are of the authors' shortest."),
             "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",
             "The context runs in one pass, whatever --chunk says.",
-            ("The port in microsoft/MInference hands the size of blocks to another parameter, `gqa_interleave`, by "
-            "position."),
+            ("The port in microsoft/MInference (fb56c91) hands the size of blocks to another parameter, "
+            "`gqa_interleave`, by position."),
         ),
     )
 
@@ -73,8 +84,9 @@ class FlexPrefill(SparsePrefillMethod):
         estimate = (query[-len(shares) :].float().mean(0) @ pooled_keys.mT * scale).softmax(-1)
         true = self.sum_blocks(shares.mean(0))
         if root_divergence(estimate, true) < self.tau:
-            return self.by_pooling(pool_blocks(query, self.block_size), pooled_keys, scale)
-        return self.by_lines(shares)
+            pooled = self.by_pooling(pool_blocks(query, self.block_size), pooled_keys, scale)
+            return pooled | self.by_lines(shares, 0)
+        return self.by_lines(shares, self.gamma)
 
     def by_pooling(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         """The best blocks of all rows together. queries, keys: [T / block, D]"""
@@ -84,14 +96,32 @@ class FlexPrefill(SparsePrefillMethod):
         none = torch.zeros_like(later).flatten()
         return cover_mass(mass.flatten(), self.gamma, none).view_as(later)
 
-    def by_lines(self, shares: Tensor) -> Tensor:
-        """The best columns and diagonals of blocks. shares: attention of the last queries, [w, T]"""
+    def by_lines(self, shares: Tensor, share: float) -> Tensor:
+        """The best columns and diagonals of blocks. shares: attention of the last queries, [w, T]. share: to cover"""
         columns, diagonals = (
-            cover_mass(sums, self.gamma, torch.zeros_like(sums, dtype=torch.bool))
-            for sums in map(self.sum_blocks, (shares.mean(0), diagonal_sums(shares) / len(shares)))
+            self.take(self.sum_blocks(x), share) for x in (shares.mean(0), diagonal_sums(shares) / len(shares))
         )
         row = torch.arange(len(columns), device=shares.device)
         return columns | diagonals[(row[:, None] - row).clamp_min(0)]
+
+    def take(self, sums: Tensor, share: float) -> Tensor:
+        """The fewest lines with this share, and `least` tokens of the best ones, with the first. [T / block] bool"""
+        found = cover_mass(sums, share, torch.zeros_like(sums, dtype=torch.bool))
+        ranked = sums.clone()
+        ranked[0] = torch.inf
+        found[ranked.argsort(descending=True, stable=True)[: self.least_blocks]] = True
+        return found
+
+    @property
+    def least_blocks(self) -> int:
+        """Columns of blocks, and diagonals, that every head computes at least."""
+        assert self.block_size is not None
+        return -(-self.least // self.block_size)
+
+    def identity(self, shape: Shape) -> bool:
+        """Whether every block of a context of this length is computed."""
+        assert self.block_size is not None
+        return shape.length <= max(2, self.least_blocks) * self.block_size
 
     def sum_blocks(self, line: Tensor) -> Tensor:
         """Sums over blocks. line: [T]. Returns [T / block]"""

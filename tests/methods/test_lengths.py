@@ -32,8 +32,9 @@ ROW = 1.125
 """Most bytes of an entry after the context, in full cache entries: its own, and a score and position or page bounds."""
 COPIES = {"instinfer": 1.5, "magicdec": 2 * ROW, "triforce": 3 * ROW}
 """Methods that store keys or whole entries in two or three caches, and the same bound for them."""
-SETTINGS = {"s2o": {"tau": 0.05}}
-"""Of methods that act on no text of these lengths by default: random weights attend to all tokens alike."""
+SETTINGS = {"s2o": {"tau": 0.05}, "flexprefill": {"least": 16}}
+"""Of methods that act on no text of these lengths by default: random weights attend to all tokens alike, or a least
+number of tokens exceeds them."""
 
 pytestmark = pytest.mark.usefixtures("profile_cache")
 
