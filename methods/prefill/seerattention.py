@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor, nn
 
-from kvbench.constraints import Positive, Share
+from kvbench.constraints import Natural, Positive, Share
 from kvbench.method import BudgetKind, Card, Step, Upstream, resolved
 from kvbench.methods.prefill.attention_gate import collect, make_gates, pool, train
 from kvbench.selection import require_inverse_rotation
@@ -34,6 +34,8 @@ class SeerAttention(SparsePrefillMethod):
 
     cover: Share = 0.95
     """Share of a row's predicted attention that its blocks hold."""
+    dense: Natural = 2
+    """Last rows of blocks that are computed whole."""
     weights: str = ""
     """A safetensors file of `scripts/train_part.py`. Empty: the shipped one, or training when a run starts."""
     steps: Positive = 100
@@ -51,22 +53,28 @@ class SeerAttention(SparsePrefillMethod):
         "of pooled queries and keys. Only the blocks that it names are computed in the prompt.",
         arxiv="2410.13276",
         year=2024,
+        version="2",
         family="prefill",
         stages=("generation",),
         budget=BudgetKind.PROMPT,
         calibration="a gate per head that predicts the attention of blocks, trained",
         heads="indexed",
-        upstream=Upstream(repo="microsoft/SeerAttention", commit=None, license=None),
+        upstream=Upstream(
+            repo="microsoft/SeerAttention", commit="aba03e3f2caefd0ccd21e576670aa830b748c84e", license="MIT"
+        ),
         deviations=(
             ("A row computes the fewest blocks that hold a share of the prediction, the first and the own one "
             "included; the authors take those above a threshold, or a fixed number."),
+            ("A last, partial block counts its last token as often as it takes to fill it; the authors pool over its "
+            "own tokens."),
+            ("The loss is summed over the blocks of a row; the authors' is the mean over all pairs of blocks, which is "
+            "a fixed share of it."),
             "Gates are as wide as a head and have the layer's rotary embedding; the authors' are 128 wide.",
             ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "
             "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),
             ("One gate serves blocks of 64 tokens and the smaller ones of short contexts; the authors train for blocks "
             "of 64 alone."),
         ),
-        unverified=("Paper and code were not at hand: pooling, target and loss are from memory.",),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             "The gates' weights are not counted as bytes of the cache.",
@@ -94,12 +102,14 @@ class SeerAttention(SparsePrefillMethod):
         return replace(self, part=sha256, trained_on=get_part(sha256).data)
 
     def choose(self, query: Tensor, key: Tensor, step: Step) -> Chosen:
-        """The first block, the own one, and those with the largest predictions."""
+        """The first block, the own one, and those with the largest predictions; the last rows whole."""
         del query, key
         assert self.block_size is not None
         *pooled, positions = pool(step, self.block_size)
         shares = get_module(self.part, nn.ModuleList)[step.layer](*pooled, step.rope, positions).exp()  # [B, H_q, c, c]
-        return Chosen(self.block_size, cover_mass(shares, self.cover, first_and_own(shares.shape[2], shares)))
+        blocks = cover_mass(shares, self.cover, first_and_own(shares.shape[2], shares))
+        blocks[:, :, max(0, blocks.shape[2] - self.dense) :] = True
+        return Chosen(self.block_size, blocks)
 
     def _train(self, model: Model) -> Mapping[str, Tensor]:
         """Train on the manual."""

@@ -92,10 +92,14 @@ def test_the_shipped_gates_predict_text_of_another_kind():
     assert found[1] < found[0] / 2
 
 
-def test_rows_compute_the_fewest_blocks_with_their_share():
-    """From the gate's own prediction: the first and the own block, and the best ones until the share is reached."""
+@pytest.mark.parametrize("dense", [0, 2, 40])
+def test_rows_compute_the_fewest_blocks_with_their_share(dense):
+    """From the gate's own prediction: the first and the own block, and the best ones until the share is reached.
+
+    The last rows, two by default, are whole; so are all of them where there are fewer than asked for.
+    """
     model = tiny_model()
-    method = SeerAttention(cover=0.7, block=8, steps=30).bind(model).fit(None, model.shape(len(CONTEXT)))
+    method = SeerAttention(cover=0.7, block=8, steps=30, dense=dense).bind(model).fit(None, model.shape(len(CONTEXT)))
     steps, found = [], []
     with Session(model, method, capacity=len(CONTEXT)) as session:
         attend = session.attend
@@ -115,7 +119,27 @@ def test_rows_compute_the_fewest_blocks_with_their_share():
                 if total < 0.7 or j in (0, row):
                     kept.add(j)
                 total += float(shares[head, row, j])
+            kept = set(range(row + 1)) if row >= 15 - dense else kept
             assert set(found[head, row, : row + 1].nonzero()[:, 0].tolist()) == kept
+
+
+def test_the_last_two_rows_are_whole_by_default():
+    """As `seerattn_last_block_dense`, and the other rows are not."""
+    model = tiny_model()
+    method = SeerAttention(cover=0.1, block=8, steps=2).bind(model).fit(None, model.shape(len(CONTEXT)))
+    chosen, choose = [], SeerAttention.choose
+
+    def watch(*args):
+        chosen.append(choose(*args).blocks)
+        return choose(*args)
+
+    with pytest.MonkeyPatch.context() as patch, Session(model, method, capacity=len(CONTEXT)) as session:
+        patch.setattr(SeerAttention, "choose", watch)
+        session.prefill(CONTEXT)
+    for blocks in chosen:
+        assert blocks[:, :, -2:].all()
+        assert (blocks[:, :, :-2].tril().sum(-1) < blocks.shape[3]).all()
+        assert not blocks[:, :, -3, : blocks.shape[3] - 2].all()
 
 
 def test_a_share_of_one_computes_everything():
