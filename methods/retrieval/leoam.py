@@ -48,6 +48,8 @@ class LeoAM(ReadingMethod):
             "to 39): the best chunks are halved until all of them are smallest. Their code scores every key of the "
             "chosen chunks instead, which reads all of these keys."),
             "Chunks have the same sizes in all layers; the authors' code has chunks of 8 in the first two.",
+            ("All layers read the same share of the entries; the authors' layers 0 and 1 have an importance_ratio of "
+            "0.5."),
             ("The context's entries are in a file that is really read, and not also in host memory; what is read is "
             "not quantized, and computation waits for them."),
             "Later entries are always read, in addition to the budget.",

@@ -42,7 +42,9 @@ class RocketKV(ReadingMethod):
         stages=("compression", "retrieval"),
         budget=BudgetKind.READ,
         heads="independent",
-        upstream=Upstream(repo="NVlabs/RocketKV", commit=None, license="NVIDIA, non-commercial"),
+        upstream=Upstream(
+            repo="NVlabs/RocketKV", commit="63637c8eb4b06b5eb83cd687723b0eeb19f48f65", license="NVIDIA, non-commercial"
+        ),
         deviations=(
             ("The budget is the number of entries that a token reads. The authors read half as many, because the bytes "
             "of approximate scores are the other half of theirs; kvbench reports these bytes separately."),
@@ -51,9 +53,6 @@ class RocketKV(ReadingMethod):
             ("Later entries are always read, in addition to the budget; the authors rank them like the others, so that "
             "a token may not read its own entry."),
             "Each token of a question chooses its own chunks, as if it were decoded.",
-        ),
-        unverified=(
-            "The authors' repository was not at hand; read was a copy of it, AndreyBocharnikov/RocketKV at 91eaee3.",
         ),
         limits=(
             ("Entries evicted at the end of the context cannot be chosen by later questions; the paper's variant for "
