@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,18 @@ def read_parts(path: Path) -> tuple[TaskTable, RecordFile]:
     return table, records
 
 
+class RepeatedKeyError(ValueError):
+    """An object of JSON has two values for one key."""
+
+
+def _refuse_repeated(pairs: list[tuple[str, object]]) -> None:
+    """Raise an error that names the first key that occurs twice: a JSON reader keeps the last value only."""
+    keys = [key for key, _ in pairs]
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            raise RepeatedKeyError(f"has the key {key} twice. Leave one out")
+
+
 @functools.lru_cache(maxsize=4)
 def _read_records(path: Path, stamp: tuple[int, ...]) -> RecordFile:  # noqa: ARG001  # part of the cache's key
     data = path.read_bytes()
@@ -162,7 +175,11 @@ def _read_records(path: Path, stamp: tuple[int, ...]) -> RecordFile:  # noqa: AR
     for line, text in enumerate(data.split(b"\n"), 1):
         if text.strip():
             try:
-                valid[line] = TaskRecord.model_validate_json(text)
+                record = TaskRecord.model_validate_json(text)
+                json.loads(text, object_pairs_hook=_refuse_repeated, parse_int=str)
+                valid[line] = record
+            except RepeatedKeyError as error:
+                errors[line] = str(error)
             except ValidationError as error:
                 errors[line] = explain(error).replace(" at line 1 column ", " at column ")
     return RecordFile(path, hashlib.sha256(data).hexdigest(), valid, errors)

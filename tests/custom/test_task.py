@@ -188,6 +188,8 @@ BAD_RECORDS = [
     ({**RECORD, "turns": [{**TURN, "choices": ["b"]}]}, "the answer is none of the choices"),
     ({**RECORD, "turns": [{**TURN, "choices": ["a"], "max_new_tokens": 3}]}, "leave max_new_tokens out"),
     ('{"id": "a", "context": "\\ud800", "turns": []}', "line 2: Invalid JSON"),
+    (json.dumps(RECORD)[:-1] + ', "context": "c"}', "line 2: has the key context twice. Leave one out"),
+    (json.dumps(RECORD).replace('{"question"', '{"answer": "b", "question"'), "line 2: has the key answer twice"),
 ]
 
 
