@@ -160,10 +160,10 @@ class Session(Stores):
         if asked.shape[1]:
             self.method.begin_question(self, asked)
         ids = torch.cat([self._ids(self.pending), asked], dim=1)
+        if ids.shape[1] and self.recompress:
+            self.method.require_recompressible()
+        self.reserve(ids.shape[1] + max_new_tokens, max(1, ids.shape[1]))
         if ids.shape[1]:
-            if self.recompress:
-                self.method.require_recompressible()
-            self.reserve(ids.shape[1] + max_new_tokens, ids.shape[1])
             chunks = ids.split(self.chunk or ids.shape[1], dim=1)
             self.logits = yield from self._chunk_passes(
                 chunks, Moment.RECOMPRESS if self.recompress else Moment.TURN_END

@@ -134,7 +134,7 @@ class DenseKV:
         buffer, count = self._buffer, next(iter(entries.values())).shape[2]
         assert buffer is not None
         if self.n + count > buffer.capacity or not buffer.clear(self):
-            buffer = self._reallocate(self.n + count)
+            buffer = self._reallocate(max(buffer.capacity, self.n + count))
         buffer.write(self.n, entries)
         self.n += count
 

@@ -80,6 +80,14 @@ class HierarchicalKV(LayerKV):
         self._buffer.write(0, {name: x[:, :, count:].clone() for name, x in held.items()})
         self.n -= count
 
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens, at most `forward` at a time, as exact entries and as codes."""
+        super().reserve(tokens, forward)
+        if self.tokens is not None and self.groups is not None:
+            coded = self._coded(self.n + tokens)
+            self.tokens.reserve(coded)
+            self.groups.reserve(coded // self.group)
+
     def _encode(self, key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         keys = quantize(key, HALF, tokens=self.group)
         values = quantize(value, HALF, channels=min(self.group, value.shape[3]))

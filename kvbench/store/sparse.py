@@ -64,13 +64,24 @@ class SparseKV(LayerKV):
             for name, share in (("key", self.key_sparsity), ("value", self.value_sparsity))
         }
         tensors = {f"{name}_{part}": getattr(x, part) for name, x in parts.items() for part in ("bitmap", "values")}
-        later = max(0, self.capacity - self.seen)
+        rest = {name: x[:, :, count:].clone() for name, x in held.items()}
         if self.sparse is None:
+            later = max(0, self.capacity - self.seen)
             self.sparse = AppendedBlock(tensors, count + later)
-        else:
-            self.sparse.append(tensors)
-        rest = {name: x[:, :, count:] for name, x in held.items()}
-        self._replace(rest, self.n - count + min(later, max(1, self.recent)))
+            self.bounded = True  # entries move within the dense block from now on, so forks copy it
+            self._replace(rest, self.n - count + min(later, max(1, self.recent)))
+            return
+        self.sparse.append(tensors)
+        self._buffer.write(0, rest)
+        self.n -= count
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens: for whole ones until a block of them is pruned, and for sparse ones."""
+        if self.sparse is None:
+            super().reserve(tokens, forward)
+            return
+        super().reserve(tokens, self.recent + forward)
+        self.sparse.reserve(tokens)
 
     def _entries_of(self, name: str, width: int) -> SparseEntries:
         assert self.sparse is not None

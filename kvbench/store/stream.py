@@ -37,6 +37,8 @@ class StreamKV(LayerKV):
     stored: int = field(default=0, init=False)
     """Entries per KV head that were encoded."""
     _heads: int = field(default=0, init=False)
+    _reserved: int = field(default=0, init=False)
+    """Tokens that decoded entries get room for."""
 
     def store(self, stream: Stream) -> None:
         """Hold this stream in place of the entries."""
@@ -44,6 +46,13 @@ class StreamKV(LayerKV):
         self.stream, self.stored, self._heads = stream, self.n, self.keys.shape[:2].numel()
         self._buffer.leave(self)
         self._block = None
+
+    def reserve(self, tokens: int, forward: int) -> None:
+        """Make room for `tokens` more tokens; while there is a stream, when it is decoded."""
+        if self.stream is None:
+            super().reserve(tokens, forward)
+        else:
+            self._reserved = max(self._reserved, tokens)
 
     def resume(self) -> None:
         """Decode the stream, if it has not been."""
@@ -53,7 +62,7 @@ class StreamKV(LayerKV):
         if self.track:
             positions = torch.arange(self.seen - self.stored, self.seen, device=decoded["key"].device)
             decoded["position"] = positions.to(torch.int32).expand(*decoded["key"].shape[:2], -1)
-        self._replace(decoded, self.stored + max(0, self.capacity - self.seen))
+        self._replace(decoded, self.stored + max(self._reserved, self.capacity - self.seen))
         self.stream = None
 
     def append(self, step: Step) -> None:

@@ -334,6 +334,19 @@ def test_decoding_within_capacity_reallocates_nothing():
     assert pointers(kv) == before
 
 
+def test_a_static_fork_takes_no_room():
+    """A store that leaves its block to a fork with static steps has as much capacity in the next one."""
+    kv = context(capacity=20)
+    branch = kv.fork()
+    add(branch, [6])
+    branch.make_static()
+    add(kv, [6], moment=Moment.DECODE)
+    before = pointers(kv)
+    for token in range(7, 20):
+        add(kv, [token], moment=Moment.DECODE)
+    assert pointers(kv) == before
+
+
 @pytest.mark.parametrize("kind", ["int8", "coded"])
 def test_distinct_codes_are_counted_without_a_wider_copy(kind):
     """Every code of a context of thousands of entries is a byte, and stays one."""
