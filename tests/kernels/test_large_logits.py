@@ -26,7 +26,7 @@ BLOCKS = torch.ones(1, 4, 3, 3, dtype=torch.bool)
 
 
 class Told:
-    """What `find_targets` and `attention_rows` read of a step."""
+    """A step, as far as `find_targets` and `attention_rows` read it."""
 
     scale, softcap = SCALE, None
 
