@@ -179,10 +179,10 @@ def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
-    """Give entries that have left a sliding window the lowest score. [B, H_kv, n]"""
+    """Give entries that no later token sees through a sliding window the lowest score. [B, H_kv, n]"""
     if step.window is None:
         return scores
-    return scores.masked_fill(kv.logical_positions() < step.seen - step.window, -torch.inf)
+    return scores.masked_fill(kv.logical_positions() <= step.seen - step.window, -torch.inf)
 
 
 def protect_last(scores: Tensor, entries: int) -> Tensor:
