@@ -778,7 +778,7 @@ def untimed(monkeypatch):
 
 
 def test_a_finished_job_is_shown_and_not_timed_again(bench, finished, untimed):
-    """Whatever --seconds says now; on another machine, too, which the log says."""
+    """With another --seconds, too; on another machine, too, and the log says so."""
     out, write = finished
     held = write("done")
     for options in ((), ("--seconds", 5)):
