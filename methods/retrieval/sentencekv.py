@@ -69,7 +69,7 @@ class SentenceKV(ReadingMethod):
             ("Entries are kept and chosen per KV head, with attention averaged and similarities summed over its query "
             "heads; the authors' code repeats keys for the query heads, which stores several times as much."),
             "Entries that are not kept are evicted, as in the authors' code; the paper moves them to the host.",
-            ("The first token of a sentence chooses by its own query, and the token that ends one by the queries of its "
+            ("The first token of a sentence chooses by its own query, the token that ends one by the queries of its "
             "sentence; the authors' code reads all stored entries at both."),
             ("A token ends a sentence if its text ends with a full stop, an exclamation or question mark, or contains "
             "a blank line; the authors' list of tokens depends on the tokenizer."),
