@@ -25,7 +25,7 @@ class Lavida(Sections):
     """
 
     schedule: Literal["linear", "shift"] = "linear"
-    factor: Annotated[float, Gt(0)] = 0.33
+    factor: Annotated[int | float, Gt(0)] = 0.33  # earlier runs have a whole number in their identity
 
     card: ClassVar[Card] = Card(
         name="lavida", title="LaViDa's prefix cache", models="diffusion",

@@ -25,6 +25,7 @@ from kvbench.methods.diffusion.fast_dllm import FastDllmDual
 from kvbench.methods.diffusion.lavida import Lavida, reveal_counts
 from kvbench.methods.diffusion.none import NoCache
 from kvbench.methods.diffusion.wedlm import WeDlm
+from kvbench.settings import configure
 from kvbench.task import Mode, Split, encode
 from kvbench.tasks.growth.lists import ListCopy
 
@@ -188,6 +189,7 @@ def test_a_factor_below_one_commits_many_tokens_first():
     first = [6, 5, 5, 4, 4, 3, 3, 3, 2, 3, 2, 2, 2, 1, 2, *[1] * 17]
     last = [*[1] * 13, 2, 1, 1, 2, 2, 1, 2, 2, 3, 2, 2, 3, 3, 4, 3, 4, 5, 5, 4]
     assert Lavida().factor == 0.33
+    assert str(configure(Lavida, {"factor": "3"}, "setting", "lavida").factor) == "3"  # as in the specs of earlier runs
     assert reveal_counts(64, 32, 0.33) == first
     assert reveal_counts(64, 32, 3) == last
 
