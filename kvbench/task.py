@@ -272,7 +272,10 @@ def encode(task: Task, example: Example, tokenizer: PreTrainedTokenizerBase, fra
         raise UserError(f"example {example.id}: its parts do not make up its context. Join them without a separator.")
 
     def follow(answer: str, turn: Turn) -> tuple[int, ...]:
-        return ids(right(answer) if turn.prefix else strip(answer))
+        if turn.prefix:
+            return ids(right(answer))
+        text = strip(answer)
+        return ids(frame.lead + text.lstrip() if frame.lead and text.strip() else text)
 
     whole = (tokenize(tokenizer, frame.head + left(example.context), special=frame.special),)
     turns = tuple(

@@ -34,6 +34,8 @@ class Frame:
     """Whether the tokenizer adds its special tokens to the context (only without a template)."""
     trims: bool = False
     """Whether the template strips white space around messages (Llama-3)."""
+    lead: str = ""
+    """White space between the assistant header and an answer without prefix (Llama-2 has a space)."""
 
     @classmethod
     def plain(cls) -> Frame:
@@ -67,10 +69,13 @@ class Frame:
 
         head, _, tail = render(user).partition(user)
         talk = render(user, assistant, again)
-        middle = talk.partition(assistant)[2].partition(again)[0]
+        before, _, after = talk.partition(assistant)
+        header, middle = before.partition(user)[2], after.partition(again)[0]
+        lead = header.removeprefix(tail) if header.startswith(tail) and header.removeprefix(tail).isspace() else ""
         trims = render(*(f"\n {x} \n" for x in (user, assistant, again))) == talk
-        sha = hashlib.sha256(repr((str(template), head, middle, tail)).encode()).hexdigest()[:16]
-        return cls(head, tail, middle, sha, special=False, trims=trims)
+        texts = (str(template), head, middle, tail, *([lead] if lead else []))
+        sha = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+        return cls(head, tail, middle, sha, special=False, trims=trims, lead=lead)
 
 
 def find_bos(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> Literal["tokenizer", "template", "none"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime as dt
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -21,7 +22,7 @@ from kvbench.runs.files import read_lines
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.settings import configure
-from kvbench.task import find_frame
+from kvbench.task import Example, Turn, encode, find_frame
 from kvbench.text.template import Frame, Template
 
 TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
@@ -71,6 +72,32 @@ def test_prompts_byte_for_byte(job_of):
     ]
     assert shown(none) == [f"<end>{context}", *2 * [f"\nq{i}?=" for i in range(3)]]
     assert (own.spec.task.bos, none.spec.task.bos) == ("template", "tokenizer")
+
+
+@pytest.mark.parametrize(("opened", "written", "lead"), [
+    ("[assistant]", "[assistant]", ""), ("[assistant]", "[assistant] ", " "), ("[assistant]<think>", "[assistant]", ""),
+    ("[assistant]", "[assistant]<think></think>", ""),
+])
+def test_answers_follow_the_header_as_the_template_writes_them(model, opened, written, lead):
+    """A space before messages of the assistant precedes answers and choices, but not after a prefix."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = (
+        "{% for x in messages %}{% if x.role == 'user' %}[user]{{ x.content }}[end]{% else %}" + written
+        + "{{ x.content }}[end]{% endif %}{% endfor %}{% if add_generation_prompt %}" + opened + "{% endif %}"
+    )
+    frame = Frame.of(tokenizer)
+    assert (frame.tail, frame.lead) == (f"[end]{opened}", lead)
+    turns = tuple(Turn("q", x, " yes", ("yes",), 0, (" yes", "no")) for x in ("", "="))
+    one, two = encode(find_task(TOY)(), Example("x", "c", turns), tokenizer, frame).turns
+    shown = [[tokenizer.decode(y) for y in (x.answer, *x.choices)] for x in (one, two)]
+    assert shown == [[" yes", " yes", f"{lead}no"], [" yes", " yes", "no"]]
+    assert (frame.sha == plain_sha(tokenizer, frame)) is not bool(lead)
+
+
+def plain_sha(tokenizer, frame) -> str:
+    """The hash of a template whose header is the same before a message and before a new answer."""
+    texts = (tokenizer.chat_template, frame.head, frame.middle, frame.tail)
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
 def test_whether_the_template_is_used_is_part_of_the_identity(job_of):
