@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.block_attention import block_attention
-from kvbench.kernels.blocks import float_products
+from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.step import Step
 from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
@@ -29,27 +29,27 @@ class Chosen:
     columns: Tensor | None = None
     """Entries that every later query reads, inside these blocks or not. [B, H_q, T] bool"""
 
-    def visible(self, b: int, head: int, queries: Tensor, entries: Tensor) -> Tensor:
-        """Whether queries at these positions read entries at those. Returns [s, n] bool"""
-        read = self.blocks[b, head][queries // self.block][:, entries // self.block]
+    def visible(self, b: int | slice, head: int | slice, queries: Tensor, entries: Tensor) -> Tensor:
+        """Whether queries at these positions read entries at those. Returns [s, n] bool, or [b, h, s, n] of slices"""
+        read = self.blocks[b, head][..., queries // self.block, :][..., entries // self.block]
         if self.columns is not None:
-            read = read | self.columns[b, head, entries]
+            read = read | self.columns[b, head][..., None, entries]
         return read & (entries <= queries[:, None])
 
-    def count(self, tokens: int) -> int:
-        """Pairs of a query and an entry that it reads, each once, over all heads."""
-        sizes = torch.full((self.blocks.shape[2],), self.block, device=self.blocks.device)
-        sizes[-1] = tokens - self.block * (len(sizes) - 1)
+    def count(self, tokens: int) -> Tensor:
+        """Pairs of a query and an entry that it reads, each once, over all heads. On the device, int64"""
+        count = self.blocks.shape[2]
+        sizes = torch.full((count,), self.block, device=self.blocks.device)
+        sizes[-1] = last = tokens - self.block * (count - 1)
         before = torch.ones_like(self.blocks[0, 0]).tril(-1)
-        # sums of products: CUDA has no matrix product of integers
-        pairs = int((sizes * (sizes + 1)).sum()) // 2 * self.blocks[:, :, 0, 0].numel()  # every query's own block
-        for heads in self.blocks.flatten(0, 1):
-            pairs += int((((heads & before) * sizes).sum(1) * sizes).sum())
+        own = (count - 1) * self.block * (self.block + 1) // 2 + last * (last + 1) // 2  # in every query's own block
+        # Sums of products: CUDA has no matrix product of integers. No block before another is the last one.
+        pairs = ((self.blocks & before).sum(3) * sizes * self.block).sum() + own * self.blocks[:, :, 0, 0].numel()
         if self.columns is not None:
-            padded = torch.nn.functional.pad(self.columns, (0, int(sizes.shape[0]) * self.block - tokens))
+            padded = torch.nn.functional.pad(self.columns, (0, count * self.block - tokens))
             counts = padded.unflatten(2, (-1, self.block)).sum(3).flatten(0, 1)  # [B * H_q, T / block]
             for heads, columns in zip(self.blocks.flatten(0, 1), counts, strict=True):
-                pairs += int((((~heads & before) * columns).sum(1) * sizes).sum())
+                pairs = pairs + (((~heads & before) * columns).sum(1) * sizes).sum()
         return pairs
 
 
@@ -57,15 +57,15 @@ class Chosen:
 class PromptKV(LayerKV):
     """Every entry. Of the context, each query reads the entries chosen for it; later queries read all."""
 
-    computed: int = field(default=0, init=False)
-    """Pairs of a query and an entry whose attention was computed."""
-    skipped: int = field(default=0, init=False)
-    """Pairs that causal attention has in addition."""
+    pairs: int = field(default=0, init=False)
+    """Pairs of a query and an entry that causal attention has."""
     sampled: int = field(default=0, init=False)
     """Queries, by head, whose lost mass was measured."""
-    lost: int = field(default=0, init=False)
-    """Sum of their lost mass, in millionths."""
-    most_lost: int = field(default=0, init=False)
+    _counts: Tensor | None = field(default=None, init=False)
+    """Pairs whose attention was computed, the sum of the lost mass in millionths, and the most of a query. [3] int64
+
+    On the device until facts are read, so that no prefill waits for them.
+    """
 
     def attend_chosen(self, step: Step, chosen: Chosen) -> Tensor:
         """Attention of a whole prompt over the chosen entries. [B, H_q, T, D_v]"""
@@ -79,31 +79,44 @@ class PromptKV(LayerKV):
         """Count what these entries are of causal attention, and measure the mass that a sample of queries loses."""
         batch, heads, tokens, _ = step.query.shape
         assert tokens == self.n == step.seen, "entries are chosen for a whole prompt"
-        pairs = chosen.count(tokens)
-        self.computed += pairs
-        self.skipped += batch * heads * (tokens * (tokens + 1) // 2) - pairs
         queries = torch.linspace(0, tokens - 1, min(tokens, SAMPLED), device=step.query.device).round().long()
+        lost = self._lose(step, chosen, queries)
+        found = torch.stack([chosen.count(tokens), lost.sum(-1).long().sum(), lost.max().long()])
+        if self._counts is not None:
+            found = torch.cat([self._counts[:2] + found[:2], torch.maximum(self._counts[2:], found[2:])])
+        self._counts = found
+        self.pairs += batch * heads * (tokens * (tokens + 1) // 2)
+        self.sampled += batch * heads * len(queries)
+
+    def _lose(self, step: Step, chosen: Chosen, queries: Tensor) -> Tensor:
+        """Mass that these queries lose, in millionths. [B, H_q, s] float32"""
+        batch, heads, tokens, _ = step.query.shape
         entries = torch.arange(tokens, device=queries.device)
-        group = heads // self.keys.shape[1]
-        for b in range(batch):
-            for head in range(heads):
-                key = self.keys[b, head // group]
-                logits = float_products(step.query[b, head, queries], key) * step.scale  # [s, T]
-                if step.softcap is not None:
-                    logits = step.softcap * torch.tanh(logits / step.softcap)
-                logits.masked_fill_(entries > queries[:, None], -torch.inf)
-                if step.sinks is not None:
-                    logits = torch.cat([logits, step.sinks[head].float().expand(len(queries), 1)], dim=1)
-                mass = logits.softmax(-1)[:, :tokens]
-                lost = (mass * ~chosen.visible(b, head, queries, entries)).sum(-1) * MILLION
-                self.sampled += len(queries)
-                self.lost += int(lost.sum())
-                self.most_lost = max(self.most_lost, int(lost.max()))
+        kv_heads = self.keys.shape[1]
+        group = heads // kv_heads
+        lost = []
+        size = fit_block(32 * batch * group * len(queries) * tokens, self.keys)  # small: a CPU's cache holds 100,000
+        for low in range(0, kv_heads, size):
+            some = slice(low * group, (low + size) * group)
+            keys = self.keys[:, low : low + size]
+            grouped = step.query[:, some, queries].unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+            logits = float_products(grouped, keys).unflatten(2, (group, -1)).flatten(1, 2)  # [B, h, s, T]
+            logits.mul_(step.scale)
+            if step.softcap is not None:
+                logits = step.softcap * torch.tanh(logits / step.softcap)
+            logits.masked_fill_(entries > queries[:, None], -torch.inf)
+            if step.sinks is not None:
+                column = step.sinks[some].float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+                logits = torch.cat([logits, column], dim=3)
+            mass = logits.softmax(-1)[..., :tokens]
+            lost.append(mass.masked_fill_(chosen.visible(slice(None), some, queries, entries), 0).sum(-1) * MILLION)
+        return torch.cat(lost, dim=1)
 
     def facts(self) -> dict[str, Fact]:
         """Pairs computed and skipped, and the attention mass that a sample of the prompt's queries lost."""
+        computed, lost, most = (0, 0, 0) if self._counts is None else self._counts.tolist()
         return {
-            **super().facts(), "prompt_pairs_computed": Fact(self.computed),
-            "prompt_pairs_skipped": Fact(self.skipped, changed=True), "sampled_queries": Fact(self.sampled),
-            "lost_mass_millionths": Fact(self.lost), "worst_lost_mass_millionths": Fact(self.most_lost, maximum=True),
+            **super().facts(), "prompt_pairs_computed": Fact(computed),
+            "prompt_pairs_skipped": Fact(self.pairs - computed, changed=True), "sampled_queries": Fact(self.sampled),
+            "lost_mass_millionths": Fact(lost), "worst_lost_mass_millionths": Fact(most, maximum=True),
         }

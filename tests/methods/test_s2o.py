@@ -61,7 +61,7 @@ def test_outputs_and_visits_are_those_of_the_definition(tau, make_step):
         for number, visited in enumerate(visits):
             rows = range(8 * number, min(8 * number + 8, 45))
             pairs += sum(4 * len(visited) + t - rows.start + 1 for t in rows)
-    assert kv.computed == pairs
+    assert kv.facts()["prompt_pairs_computed"].value == pairs
 
 
 @pytest.mark.parametrize("segment", [1, 3])
@@ -71,15 +71,14 @@ def test_zero_never_stops(segment, make_step):
     options = {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}
     output, kv, step = attend(S2O(tau=0, segment=segment, block_size=4), query, key, value, make_step, **options)
     assert torch.allclose(output, kv.attend(step), atol=1e-5)
-    assert not kv.skipped
+    assert not kv.facts()["prompt_pairs_skipped"].value
 
 
 def test_density_falls_with_tau(make_step):
     """A larger tau computes no more pairs."""
     query, key, value = draw(1, 4, 64, 8), draw(1, 2, 64, 8, seed=1), draw(1, 2, 64, 8, seed=2)
-    counts = [
-        attend(S2O(tau=tau, block_size=4), query, key, value, make_step)[1].computed for tau in (0, 0.05, 0.2, 1)
-    ]
+    stores = [attend(S2O(tau=tau, block_size=4), query, key, value, make_step)[1] for tau in (0, 0.05, 0.2, 1)]
+    counts = [x.facts()["prompt_pairs_computed"].value for x in stores]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1]
 
@@ -92,7 +91,7 @@ def test_a_heavy_block_after_a_light_one_is_lost_and_shown(make_step):
     key[0, 0, 20:28, 0] = 1.0
     key[0, 0, 4, 0], key[0, 0, 5, 0] = 8.0, -9.0
     _, kv, _ = attend(S2O(tau=0.9, segment=1, block_size=4), query, key, key, make_step)
-    assert kv.most_lost > 0.99 * MILLION
+    assert kv.facts()["worst_lost_mass_millionths"].value > 0.99 * MILLION
 
 
 def test_blocks_of_segments_are_those_of_the_context():

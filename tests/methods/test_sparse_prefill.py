@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.check.footprint import acts_at_its_budget
 from kvbench.cli.results import describe_prompt
@@ -79,6 +80,32 @@ def test_lost_mass_is_that_of_dense_attention(make_step):
     assert facts["lost_mass_millionths"].value == pytest.approx(float(lost.sum()) * MILLION, abs=10)
     assert facts["worst_lost_mass_millionths"].value == pytest.approx(float(lost.max()) * MILLION, abs=2)
     assert facts["prompt_pairs_computed"].value + facts["prompt_pairs_skipped"].value == 2 * 3 * 18 * 19 // 2
+
+
+def test_counting_waits_for_no_device(make_step):
+    """No number is read from a tensor before the facts are, so that a prefill is not timed with it."""
+    query, key = torch.randn(2, 6, 18, 8), torch.randn(2, 2, 18, 8)
+    step, chosen = make_step(query, key, scale=0.5), chosen_at_random()
+    chosen = Chosen(4, *(x.repeat_interleave(2, dim=1) for x in (chosen.blocks, chosen.columns)))
+    kv = PromptKV()
+    kv.append(step)
+    with NoNumbers():
+        kv.note(step, chosen)
+        kv.note(step, chosen)
+    once = PromptKV()
+    once.append(step)
+    once.note(step, chosen)
+    found, wanted = ({name: x.value for name, x in store.facts().items()} for store in (kv, once))
+    worst = "worst_lost_mass_millionths"
+    assert found == {name: x if name == worst else 2 * x for name, x in wanted.items()}
+
+
+class NoNumbers(TorchDispatchMode):
+    """Refuses to read a number from a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read"
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_session_counts_the_prompt_and_reads_all_later():
