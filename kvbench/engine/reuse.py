@@ -153,6 +153,22 @@ class MixedPrompt:
         if at is not None:
             self.positions[start : start + count] = torch.arange(at, at + count, device=self.positions.device)
 
+    def go_on(self, position: int) -> None:
+        """Give the tokens after the last part, and all later ones of the conversation, positions from this one on.
+
+        Raises:
+            UserError: the conversation then needs more positions than the model has.
+        """
+        after, most = self.length - self.tail, self.model.max_length
+        self.positions[self.tail :] = torch.arange(position, position + after, device=self.positions.device)
+        self.session.behind = self.tail - position
+        needed = max(self.length, self.session.capacity) - self.session.behind
+        if self.session.behind < 0 and needed > most:
+            raise UserError(
+                f"text after the documents starts at position {position}, so this conversation needs {needed} "
+                f"positions, and {self.model.id} has {most}. Use a smaller --length."
+            )
+
     def renew(self, places: Tensor) -> None:
         """Compute the tokens at these places [m], although their entries are at hand."""
         self._anew[places] = True

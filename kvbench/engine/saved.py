@@ -121,7 +121,8 @@ def _check_counts(session: Session) -> None:
     """Refuse counts that contradict the entries held or each other (`ValueError`); those of reads are believed."""
     shape, effect = session.shape, session.ledger.effect()
     assert shape is not None
-    if session.seen < shape.length or not 0 <= session.behind <= session.seen or session.compress_seconds < 0:
+    placed = session.behind <= session.seen if session.method.reads_parts else session.behind == 0
+    if session.seen < shape.length or not placed or session.compress_seconds < 0:
         raise ValueError(f"{session.seen} tokens, {session.behind} behind, do not follow a context of {shape.length}")
     for layer, store in zip(shape.layers, session.layers, strict=True):
         kept, heads = store.entries_kept(), session.batch * layer.kv_heads
@@ -142,9 +143,10 @@ def _check_counts(session: Session) -> None:
 def _try_out(session: Session) -> None:
     """Ask a short question on a fork, so that stores with wrong content fail here and not in later use."""
     pending = max((len(x) for x in session.pending), default=0)
-    room = session.model.max_length - session.seen - pending
+    needed = max(session.seen, session.seen - session.behind) + pending
+    room = session.model.max_length - needed
     if room < 0:
-        raise ValueError(f"{session.seen + pending} tokens are more than the model takes")
+        raise ValueError(f"{needed} tokens or positions are more than the model takes")
     tried = min(TRIED, (room + 1) // 2)  # the last token of an answer is not run
     with session.fork() as trial:
         if tried:

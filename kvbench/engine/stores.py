@@ -38,7 +38,10 @@ class Stores:
             self.layers.append(store)
         self.seen = 0
         self.behind = 0
-        """How far positions are behind the count of tokens, where a method gave parts of the context the same ones."""
+        """How far positions are behind the count of tokens, where a method gave parts of the context the same ones.
+
+        Below 0, they are ahead: it left some positions out.
+        """
         self.compress_seconds = 0.0
         self._recording, self._compare = recording, compare
         self.ledger = Ledger(self.layers)

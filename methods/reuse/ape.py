@@ -103,8 +103,7 @@ class Ape(ReuseMethod):
         for start, part in documents:
             mixed.add(mixed.obtain(instruction, part), start, at=first)
         end = first + max((len(part) for _, part in documents), default=0)
-        mixed.positions[mixed.tail :] = torch.arange(end, end + mixed.length - mixed.tail, device=mixed.places.device)
-        mixed.session.behind = mixed.tail - end
+        mixed.go_on(end)
         for kv in mixed.layers:
             assert isinstance(kv, ParallelKV)
             kv.documents = first, mixed.tail

@@ -16,6 +16,7 @@ class PromptCache(ApartMethod):
     behind: Behind = "nothing"
     card: ClassVar[Card] = Card(
         name="prompt-cache",
+        version="2",
         title="Prompt Cache: modular attention reuse for low-latency inference",
         idea="A schema gives every module of a prompt a range of positions. A module's entries are computed there by "
         "themselves and used there in every prompt, without any rotation.",
@@ -25,25 +26,30 @@ class PromptCache(ApartMethod):
         stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="independent",
-        upstream=Upstream(repo="yale-sys/prompt-cache", commit=None, license=None),
+        upstream=Upstream(repo="yale-sys/prompt-cache", commit="9027040", license=None),
         deviations=(
             ("Prompts come without a schema: a document has the positions of the earlier prompt in which it first "
             "occurs. Documents of different earlier prompts may overlap in positions, as in a union of the schema."),
             "Scaffolds, which encode several modules together, are not implemented.",
-            "The tokens after the documents have their positions in the prompt.",
+            ("A part that no earlier prompt has keeps its position in the prompt, where documents of the schema can be "
+            "as well. In the released code all text without a module follows the schema."),
         ),
         limits=LIMITS,
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the parts that occur in earlier prompts, at their positions there."""
+        """TAKEN OVER: parts of earlier prompts, at their positions there. The text after the parts follows them all."""
         schema: dict[tuple[int, ...], int] = {}
         for prompt in mixed.reuse.earlier:
             start = 0
             for part in prompt:
                 schema.setdefault(part, start)
                 start += len(part)
+        ends = [start + len(part) for part, start in schema.items()]
         for i, (start, part) in enumerate(mixed.parts):
             if part in schema:
                 before = self.before(mixed) if i else ()
                 mixed.add(mixed.obtain(before, part), start, at=schema[part])
+            else:
+                ends.append(start + len(part))
+        mixed.go_on(max(ends))

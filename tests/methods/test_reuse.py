@@ -123,6 +123,37 @@ def test_prompt_cache_keeps_the_positions_of_the_schema():
         assert distance(held, wanted) < 1e-5
 
 
+NOTES = tuple(random_ids(50, seed=62))
+AGENTS = ((NOTES, DOCUMENTS[0]), (NOTES, *DOCUMENTS[:2]), (NOTES, *DOCUMENTS))
+"""Prompts of agents, whose notes are longer than the instruction of the prompt that has their reports."""
+
+
+def test_prompt_cache_has_the_question_behind_all_of_the_schema():
+    """Its positions, and those of the answer, are ahead of the count of tokens."""
+    ahead = len(NOTES) - len(LEAD)
+    with prefilled(find_method("prompt-cache")(), earlier=AGENTS) as session:
+        assert session.behind == -ahead
+        later = random_ids(3, seed=5)
+        session.force(later)
+        raw = run_apart(model(), (), [*TAIL, *later[:2]]).keys[0]  # of layer 0, where keys depend on nothing before
+        places = torch.arange(AT_HAND, AT_HAND + raw.shape[2])[None]
+        assert distance(session.layers[0].keys[:, :, places[0]], model().ropes[0].rotate(raw, places + ahead)) < 1e-4
+
+
+def test_prompt_cache_has_the_question_behind_documents_that_are_not_in_the_schema():
+    """As in the prompt, where nothing of the schema reaches as far."""
+    with prefilled(find_method("prompt-cache")(), earlier=((LEAD,), (DOCUMENTS[0],))) as session:
+        assert session.behind == 0
+
+
+def test_prompt_cache_refuses_a_conversation_that_needs_more_positions_than_the_model_has():
+    """The schema counts, not the prompt."""
+    most = model().max_length
+    far = ((tuple(random_ids(most - 100, seed=63)), *DOCUMENTS),)
+    with pytest.raises(UserError, match=f"needs .* positions, and .* has {most}. Use a smaller --length"):
+        run(find_method("prompt-cache")(), earlier=far)
+
+
 def test_epic_computes_the_first_tokens_of_each_document():
     """In all layers, and no others: an entry that was not computed is the chunk's."""
     with prefilled(find_method("epic")(first=4)) as session:

@@ -10,6 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from kvbench.engine.reuse import Reuse
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
@@ -70,6 +71,38 @@ def test_a_loaded_session_goes_on_as_the_saved_one(method_name, tmp_path):
         found = go_on(session)
     assert loaded.model_copy(update={"peak_bytes": held.peak_bytes}) == held
     assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("method", "earlier", "behind"), [
+    ("prompt-cache", 30, -22), ("ape", 8, 14), ("no-context", 8, 40),
+])
+def test_a_session_whose_positions_are_not_its_count_of_tokens_goes_on(method, earlier, behind, tmp_path):
+    """Ahead of it, where a schema is longer than the prompt, or behind."""
+    model, file = tiny_model(), tmp_path / "session.safetensors"
+    lead, one, other = (tuple(ids(n, seed)) for n, seed in ((8, 4), (26, 5), (14, 6)))
+    reuse = Reuse((lead, one, other), ((tuple(ids(earlier, 4)), one, other),))
+    fit = fitted(find_method(method), model)
+    with Session(model, fit, capacity=LENGTH + 60, reuse=reuse) as session:
+        session.prefill([*lead, *one, *other], visible=ids(5, 7))
+        assert session.behind == behind
+        session.save(file)
+        wanted = go_on(session)
+    with Session.load(file, model, fit) as session:
+        assert session.behind == behind
+        assert_equal(go_on(session), wanted)
+
+
+@pytest.mark.parametrize("behind", [54, -5000])
+def test_positions_that_the_model_does_not_have_are_refused(behind, tmp_path):
+    """Below 0, or above the model's maximum."""
+    model, file = tiny_model(), tmp_path / "session.safetensors"
+    method, context = fitted(find_method("ape"), model), tuple(ids(53, 1))
+    with Session(model, method, capacity=LENGTH + 60, reuse=Reuse((context,), ())) as session:
+        session.prefill(context)
+        session.save(file)
+    rewrite(file, lambda header: header["session"].update(behind=behind))
+    with pytest.raises(UserError, match=r"no session that kvbench saved: .*(do not follow|more than the model takes)"):
+        Session.load(file, model, method)
 
 
 # Files
