@@ -26,6 +26,9 @@ def float_products(query: Tensor, keys: Tensor) -> Tensor:
     """
     if keys.itemsize > 2:
         return (query @ keys.mT).float()
+    if keys.dim() == query.dim() > 2 and keys.shape[-3] == 1:  # heads of a group, which would take a copy each
+        shared: Tensor = float_products(query.flatten(-3, -2), keys.squeeze(-3)).unflatten(-2, query.shape[-3:-1])
+        return shared
     query = query.float()
     size = fit_block(keys.shape[:-2].numel() * keys.shape[-1], keys)
     if keys.shape[-2] <= size:
