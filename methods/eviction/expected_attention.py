@@ -33,6 +33,8 @@ class ExpectedAttention(ScoredMethod):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    """Added to the expected attention before the value's norm weighs it; kvpress has 0 by default, and 0.01 in the
+    variant with head budgets that its authors evaluate (`adakv_expected_attention_e2`)."""
 
     card: ClassVar[Card] = Card(
         name="expected-attention",
