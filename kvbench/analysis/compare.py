@@ -207,8 +207,11 @@ def find_regressions(runs: Sequence[FinishedRun]) -> list[Regressions]:
     """Regressions of each run against the first run of the full cache that shares questions with it."""
     whole = [x for x in runs if x.result.status == "ok"]
     full = [x for x in whole if is_full(x.result)]
-    bases = ((next((x for x in full if _pair(x, other)), None), other) for other in whole if not is_full(other.result))
-    return [_regress(base, other, _pair(base, other)) for base, other in bases if base is not None]
+    firsts = (
+        next(((x, other, common) for x in full if (common := _pair(x, other))), None)
+        for other in whole if not is_full(other.result)
+    )
+    return [_regress(*x) for x in firsts if x is not None]
 
 
 def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:
