@@ -87,7 +87,6 @@ def test_every_method_is_in_the_table():
     assert {x for name, x in papers.items() if x and name != "none"} == set(linked.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "diffusion", "findings", "results", "reuse", "window"])
 def test_tables_are_those_of_the_results(name, monkeypatch):
     """README.md and the pages of results hold what the scripts write into them."""
