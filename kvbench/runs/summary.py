@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 
 from kvbench.runs.environment import find_environment
@@ -51,7 +51,8 @@ def summarize(
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]
-    effect = summarize_effect(job.method.budget_kind.value, good, forks=spec.mode is Mode.MULTI_REQUEST)
+    forks = spec.mode is Mode.MULTI_REQUEST
+    effect = summarize_effect(job.method.budget_kind.value, good, forks=forks)
     error = None
     if failed:
         error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
@@ -79,9 +80,9 @@ def summarize(
             truncated=sum(bool(x.facts.get("cut_tokens")) for x in good if x.turn == 0),
             reference_tokens=_mean([x.tokens.reference for x in good if x.tokens is not None]),
         ),
-        memory=_memory(good, spec.model.dtype), latency=_latency(good), diffusion=_diffusion(job, good), effect=effect,
-        lossless=_lossless(good), reuse=_reuse(good), batch=_batch(good),
-        kernels=_kernels(spec.kernels, lines),
+        memory=summarize_bytes(good, spec.model.dtype, forks=forks), latency=_latency(good),
+        diffusion=_diffusion(job, good), effect=effect, lossless=_lossless(good), reuse=_reuse(good),
+        batch=_batch(good), kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
 
@@ -194,29 +195,45 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
     )
 
 
-def _memory(lines: Sequence[Line], dtype: str) -> MemoryResult | None:
-    """Means over samples; within a sample, the maximum over turns."""
-    measured = [x.bytes for x in lines if x.bytes is not None and x.tokens is not None]
-    names = [name for name in CacheBytes.model_fields if all(getattr(x, name) is not None for x in measured)]
-    samples: dict[int, dict[str, int]] = {}
+def summarize_bytes(lines: Sequence[Line], dtype: str, *, forks: bool) -> MemoryResult | None:
+    """Means over samples.
+
+    forks: whether every turn ran on its own fork of the context.
+    """
+    samples: dict[int, list[CacheBytes]] = {}
     tokens: dict[int, int] = {}
     for x in lines:
-        if x.bytes is None or x.tokens is None:
-            continue
-        most = samples.setdefault(x.index, dict.fromkeys(names, 0))
-        most.update({name: max(most[name], getattr(x.bytes, name)) for name in names})
-        tokens[x.index] = x.tokens.context if x.denoising is None else x.denoising.sequence_length
+        if x.bytes is not None and x.tokens is not None:
+            samples.setdefault(x.index, []).append(x.bytes)
+            tokens[x.index] = x.tokens.context if x.denoising is None else x.denoising.sequence_length
     if not samples:
         return None
-    total = {name: sum(x[name] for x in samples.values()) for name in names}
-    means = {name: round(value / len(samples)) for name, value in total.items()}
+    measured = [x for turns in samples.values() for x in turns]
+    names = [name for name in CacheBytes.model_fields if all(getattr(x, name) is not None for x in measured)]
+    means = {name: _mean_bytes(name, samples.values(), forks=forks) for name in names}
+    total = means["stored_bytes"] + means["host_bytes"] + means["file_bytes"]
+    full = round(means["full_bytes"])
     return MemoryResult(
-        **means,
-        ratio=total["stored_bytes"] / total["full_bytes"],
-        ratio_total=(total["stored_bytes"] + total["host_bytes"] + total["file_bytes"]) / total["full_bytes"],
-        bytes_per_token=total["stored_bytes"] / sum(tokens.values()),
-        full_16bit_bytes=in_16_bits(means["full_bytes"], dtype),
+        **{name: round(x) for name, x in means.items()},
+        ratio=means["stored_bytes"] / means["full_bytes"], ratio_total=total / means["full_bytes"],
+        bytes_per_token=means["stored_bytes"] / fmean(tokens.values()), full_16bit_bytes=in_16_bits(full, dtype),
     )
+
+
+def _mean_bytes(name: str, samples: Iterable[Sequence[CacheBytes]], *, forks: bool) -> float:
+    """One field's mean over samples, each with its turns.
+
+    Within a sample, the most of any turn; for fields of a turn's end, of which shares compare two, the last turn's, or
+    the mean over forks. Turns without a decode step have no reads.
+    """
+    found = []
+    for turns in samples:
+        counts = [getattr(x, name) for x in turns if "read" not in name or x.full_read_bytes_per_step != 0]
+        if counts and ("read" in name or name in ("end_stored_bytes", "end_full_bytes")):
+            found.append(fmean(counts) if forks else counts[-1])
+        elif counts:
+            found.append(max(counts))
+    return fmean(found) if found else 0
 
 
 def find_machines(lines: Sequence[Line]) -> list[Machine]:

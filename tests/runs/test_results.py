@@ -16,10 +16,10 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.runs.journal import Effect, Line
+from kvbench.runs.journal import CacheBytes, Effect, Line
 from kvbench.runs.results import Result
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.runs.summary import summarize_effect
+from kvbench.runs.summary import summarize_bytes, summarize_effect
 
 SAMPLES, TURNS = 3, 2
 
@@ -162,6 +162,35 @@ def test_the_interval_respects_clusters():
     assert apart[1] - apart[0] < together[1] - together[0]
     assert bootstrap_interval([[0.5], [0.5]]) == (0.5, 0.5)
     assert bootstrap_interval([[x] for x in [0.0, 1.0] * 20]) == apart
+
+
+def sized(index: int, turn: int, stored: int, read: int, full: int) -> Line:
+    """A turn that ends with this many bytes read, and this many of the full cache."""
+    return line(index, turn, tokens={"context": 10, "query": 0, "generated": 2, "reference": 2}, bytes=CacheBytes(
+        full_bytes=100, stored_bytes=stored, spare_bytes=0, end_bytes=stored, peak_bytes=stored, host_bytes=0,
+        read_bytes_per_step=read, end_stored_bytes=read, end_full_bytes=full, full_read_bytes_per_step=full,
+    ))
+
+
+@pytest.mark.parametrize(("forks", "read", "full"), [(False, 40, 200), (True, 60, 150)])
+def test_reads_are_compared_with_the_full_caches_reads_of_the_same_turns(forks, read, full):
+    """The turn that read most is not divided by the turn in which the full cache would: the share stays a turn's."""
+    found = summarize_bytes([sized(0, 0, 50, 80, 100), sized(0, 1, 30, 40, 200)], "float32", forks=forks)
+    assert found is not None
+    assert (found.read_bytes_per_step, found.full_read_bytes_per_step) == (read, full)
+    assert (found.end_stored_bytes, found.end_full_bytes) == (read, full)
+    assert found.stored_bytes == 50
+
+
+def test_a_turn_without_a_decode_step_has_no_reads():
+    """Samples whose answer ends at its first token lower no mean; with no step in any, nothing was read."""
+    none = sized(1, 0, 50, 0, 0)
+    found = summarize_bytes([sized(0, 0, 50, 80, 100), none], "float32", forks=False)
+    assert found is not None
+    assert (found.read_bytes_per_step, found.full_read_bytes_per_step) == (80, 100)
+    unread = summarize_bytes([none], "float32", forks=False)
+    assert unread is not None
+    assert unread.read_bytes_per_step == 0
 
 
 def test_facts_add_up_over_samples_and_distinct_codes_do_not():
