@@ -9,7 +9,8 @@ from functools import partial
 from kvbench.task import Scorer
 
 WORD = r"[^\W_]+"
-SENTENCE_END = re.compile(r"\n|(?<=[.!?])\s")
+SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\b[^\W\d_]\.)(?<!\b(?:mr|ms|dr|st)\.)(?<!\bmrs\.)\s")
+"""In lower-case text. A full stop after an initial or a title ends no sentence."""
 LEAST_DIGITS = 2
 """A number that is named has at least the reference's digits divided by this, so that counts and list numbers do not
 stand for the value."""
@@ -80,7 +81,7 @@ def find_form(reference: str) -> str | None:
         least = -(-len(re.findall("[0-9]", reference)) // LEAST_DIGITS)
         return rf"(?<![0-9]\.)-?(?:[0-9](?:{JOINT})?){{{least},}}(?!{JOINT})"
     if re.fullmatch(r"[A-Z]{2,}", reference):
-        return f"[A-Z]{{{len(reference)}}}"
+        return f"[A-Z]{{{len(reference)}}}|(?i:{reference})"
     if re.fullmatch(rf"{WORD}([^\w\s]{WORD})+", reference):
         return "".join(WORD if i % 2 else re.escape(x) for i, x in enumerate(re.split(f"({WORD})", reference)))
     return rf"(?=[a-zA-Z]*[0-9]){WORD}" if reference.isalnum() and not reference.isalpha() else None

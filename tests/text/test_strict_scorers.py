@@ -37,10 +37,20 @@ def test_the_first_value_counts(prediction, references, score):
     ("St. Louis", "St. Louis", 1.0), ("I live in St. Louis. So do I.", "St. Louis", 1.0),
     ("Rome is old. St. Louis is new.", "St. Louis", 0.0), ("St. Paul\nSt. Louis", "St. Louis", 0.0),
     ("at 5 p.m. today", "p.m.", 1.0),
+    ("Mr. Darcy", "Darcy", 1.0), ("It was Dr. Watson.", "Watson", 1.0), ("Mrs. Reed did.", "Reed", 1.0),
+    ("J. Smith", "Smith", 1.0), ("É. Zola", "Zola", 1.0), ("Dr. Watson left. Darcy came.", "Darcy", 0.0),
 ])
-def test_a_reference_may_hold_an_abbreviation(prediction, reference, score):
-    """A sentence does not end inside the reference."""
+def test_an_abbreviation_does_not_end_a_sentence(prediction, reference, score):
+    """Neither one in the reference, nor a title or an initial before a name."""
     assert match_first(prediction, [reference], every=False) == score
+
+
+@pytest.mark.parametrize(("prediction", "references", "score"), [
+    ("Ace", ["ACE"], 1.0), ("It is the ace.", ["ACE"], 1.0), ("ESA, cia", ["CIA"], 0.0), ("Esa, cia", ["CIA"], 1.0),
+])
+def test_a_code_in_capitals_may_be_answered_in_lower_case(prediction, references, score):
+    """Other words in lower case are no codes."""
+    assert match_first(prediction, references, every=False) == score
 
 
 @pytest.mark.parametrize(("prediction", "reference", "score"), [
