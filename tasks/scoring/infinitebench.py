@@ -146,7 +146,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     "longbook_qa_chn": (_official("qa-chn-f1", "character_f1", best(character_f1)),),
     "longbook_choice_eng": (
         _official("choice", "accuracy", choose_official, "letter"),
-        _fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
+        _fixed("choice", "accuracy", choose_fixed, "letter", "options", version=3),
     ),
     "longdialogue_qa_eng": (
         DIALOGUE, _fixed("dialogue", "accuracy", mentions, version=2), make_strict(DIALOGUE, every=False),
@@ -158,7 +158,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     "code_run": (_official("code-run", "accuracy", ends_with_number),),
     "code_debug": (
         _official("code-debug", "accuracy", debug_official, "letter"),
-        _fixed("code-debug", "accuracy", choose_fixed, "letter", "options", version=2),
+        _fixed("code-debug", "accuracy", choose_fixed, "letter", "options", version=3),
     ),
 }
 """Scorers of the twelve tasks, the official one first; a single scorer has no known fault."""

@@ -164,7 +164,7 @@ SCORERS: Mapping[str, tuple[Scorer, ...]] = {
     ),
     "scbench_choice_eng": (
         official("choice", "accuracy", choose_official, "letter"),
-        fixed("choice", "accuracy", choose_fixed, "letter", "options", version=2),
+        fixed("choice", "accuracy", choose_fixed, "letter", "options", version=3),
     ),
     "scbench_mf": (official("mf", "accuracy", number_official), fixed("mf", "accuracy", number_fixed)),
     "scbench_many_shot": (

@@ -101,12 +101,12 @@ def find_letter(text: str) -> str | None:
 def find_option(text: str, options: Sequence[str]) -> str | None:
     """The letter of the option in an answer: the letter that is named, else that of the option named first.
 
-    Of options that begin at the same place, the longest counts. The A of an option's text (`A Tale of Two Cities`) is
-    not a letter.
+    Of options that begin at the same place, the longest counts. A letter that begins an option's text (`A Tale of Two
+    Cities`, `C. S. Lewis`) names no option.
     """
     plain = text
     for option in options:
-        if re.match("[A-G] ", option):
+        if re.match(r"[A-G]\W", option):
             plain = re.sub(re.escape(option), "", plain, flags=re.IGNORECASE)
     said = f" {normalize(text)} "
     places = {i: said.find(f" {normalize(option)} ") for i, option in enumerate(options) if normalize(option)}

@@ -151,6 +151,15 @@ def test_find_option(text, letter):
     assert find_option(text, OPTIONS) == letter
 
 
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("C. S. Lewis", "A"), ("The answer is c. s. lewis.", "A"), ("C. Tom", "C"), ("C. B. B. King", "C"), ("B", "B")],
+)
+def test_an_initial_of_an_option_is_no_letter(text, letter):
+    """Only one that stands outside of the option's text."""
+    assert find_option(text, ("C. S. Lewis", "Tom", "B. B. King")) == letter
+
+
 def test_segment():
     """Words of a Chinese sentence, as jieba's own manual has them."""
     assert segment("我来到北京清华大学") == ["我", "来到", "北京", "清华大学"]
