@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvbench.hf.tiny import VOCABULARY, tiny_diffusion, tiny_model
 from kvbench.log import say
 from kvbench.registry import MODELS, find_method, find_task, list_entries
 from kvbench.runs.spec import PROTOCOL_VERSION
-from kvbench.task import Mode, Split, Task
+from kvbench.task import Example, Mode, Split, Task
 
 HERE = Path(__file__).parent
 COMPOSED = ("snapkv+adakv", "snapkv+kivi", "razor-attention+kivi", "snapkv+vericache")
@@ -104,7 +105,7 @@ def compute_policy(name: str, seed: int, model: Model) -> Output:
 
 
 def compute_task(name: str) -> Output:
-    """A hash of the first test example, by mode: its context, questions and reference answers."""
+    """A hash of the first test example, by mode."""
     task, tokenizer = find_task(name)(), AutoTokenizer.from_pretrained(MODELS / "mini")
     found = {}
     for mode in task.modes:
@@ -113,9 +114,14 @@ def compute_task(name: str) -> Output:
         example = next(iter(task.examples(
             seed=0, split=Split.TEST, n=1, length=length, turns=turns, mode=mode, tokenizer=tokenizer,
         )))
-        document = [example.context, [[x.question, x.prefix, x.choices, x.references] for x in example.turns]]
-        found[str(mode)] = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+        found[str(mode)] = hash_example(task, example)
     return found
+
+
+def hash_example(task: Task, example: Example) -> str:
+    """A hash of all fields of an example, and of the texts that its task puts between them."""
+    document = [asdict(example), task.joint, task.separator]
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def find_version(kind: str, name: str) -> Output:

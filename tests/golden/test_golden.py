@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from kvbench.registry import find_task
+from kvbench.task import Example, Turn
+
 from . import record
-from .record import COMPOSED, METHODS, TASKS, compute, find_version, read
+from .record import COMPOSED, METHODS, TASKS, compute, find_version, hash_example, read
 
 NEXT = "Undo the change, or raise the version and run `python tests/golden/record.py`."
 
@@ -28,6 +32,20 @@ def test_outputs_change_only_with_the_version(kind, name):
 def test_no_entry_is_left_over(kind):
     """Every entry is of a method or task that exists."""
     assert list(read(kind)) == sorted(record.find_names(kind))
+
+
+def test_a_hash_covers_every_field_of_an_example(monkeypatch):
+    """A change of one field, or of the texts that the task puts between them, is another hash."""
+    task = find_task("niah")()
+    turn = Turn("question", "prefix", "answer", ("reference",), 8, ("choice",), {"depth": 1})
+    example = Example("id", "context", (turn,), {"key": 1}, "joint", ("part",), (("earlier",),))
+    changed = [replace(example, turns=(replace(turn, **{name: "other"}),)) for name in vars(turn)]
+    changed += [replace(example, **{name: "other"}) for name in vars(example) if name != "turns"]
+    found = [hash_example(task, x) for x in (example, *changed)]
+    for name in ("joint", "separator"):
+        monkeypatch.setattr(type(task), name, "other")
+        found.append(hash_example(task, example))
+    assert len(set(found)) == len(found) == 16
 
 
 @pytest.mark.slow
