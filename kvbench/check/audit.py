@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbench.custom.files import RecordFile, TaskTable
-from kvbench.custom.task import find_credit, make_task
+from kvbench.custom.task import find_scoring_fault, make_task
 from kvbench.errors import UserError
 from kvbench.registry import find_scorer
 from kvbench.task import Example, Mode, Split, Task, Turn, count_prompt
@@ -64,7 +64,7 @@ def audit_rows(table: TaskTable, rows: RecordFile, tokenizer: PreTrainedTokenize
             claimed = table.answer_in_context if asked.answer_in_context is None else asked.answer_in_context
             if claimed and not any(x in example.context for x in turn.references):
                 findings.append(ExampleFault(example.id, line, index, f"the answer is not in {where}"))
-            if fault := find_credit(type(task), asked):
+            if fault := find_scoring_fault(type(task), asked):
                 findings.append(ExampleFault(example.id, line, index, fault))
     findings += _compare(examples, list(rows.valid))
     return _sum_up(examples, sizes, sorted(findings, key=lambda x: (x.line or 0, x.turn or 0)))

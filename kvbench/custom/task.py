@@ -138,7 +138,8 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
     """Read a task from a TOML file and its JSONL file.
 
     Raises:
-        UserError: a file cannot be read, a line of the JSONL file is not a valid record, or a wrong choice would count.
+        UserError: a file cannot be read, a line of the JSONL file is not a valid record, or the scorer does
+            not fit a turn (`find_scoring_fault`).
     """
     table, records = read_parts(path)
     for line, error in records.errors.items():
@@ -146,16 +147,23 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
     task = make_task(table, records, find_scorer)
     for line, record in records.valid.items():
         for index, turn in enumerate(record.turns):
-            if fault := find_credit(task, turn):
+            if fault := find_scoring_fault(task, turn):
                 raise UserError(f"{records.path}, line {line}, turn {index}: {fault}. {HINT}")
     return task
 
 
-def find_credit(task: type[CustomTask], turn: TurnRecord) -> str | None:
-    """Describe a choice that is no reference and that the task's scorer counts as much as the answer; None: none is."""
+def find_scoring_fault(task: type[CustomTask], turn: TurnRecord) -> str | None:
+    """Describe a fault of the task's scorer on a turn; None: it has none.
+
+    It cannot score the reference answer, as a scorer of numbers an answer without one, or counts a choice that is no
+    reference as much as the answer.
+    """
     scorer, references = task.scorers[0], turn.references or [turn.answer.strip()]
     right = {x.strip() for x in (turn.answer, *references)}
-    most = scorer(turn.answer, references, {}) or 0.0
+    try:
+        most = scorer(turn.answer, references, {}) or 0.0
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        return f"scorer {scorer.id} cannot score the reference answer {turn.answer!r} ({error})"
     for choice in turn.choices:
         found = scorer(choice, references, {})
         if choice.strip() not in right and found and found >= most:

@@ -323,6 +323,21 @@ def test_a_wrong_choice_that_would_count_is_refused(kvbench, write, model_folder
     assert read(write([{**records[1], "turns": [both]}], scorer=scorer)).scorers[0].id == scorer
 
 
+@pytest.mark.parametrize("scorer", [
+    "longbench-numbers@2e00731f", "infinitebench-official-code-run@88b3daa6",
+])
+def test_an_answer_that_the_scorer_cannot_score_is_refused(kvbench, write, model_folder, scorer):
+    """A scorer of numbers reads one from the reference answer; a run names the line, and so does `check`."""
+    records = [{"id": x, "context": x * 30, "turns": [{"question": "q", "answer": x}]} for x in (" 3", " third")]
+    message = f"scorer {scorer} cannot score the reference answer ' third' ("
+    path = write(records, scorer=scorer)
+    with pytest.raises(UserError, match=re.escape(f"records.jsonl, line 2, turn 0: {message}")):
+        read(path)
+    answer = kvbench("check", path, "--model", model_folder, "--json")
+    assert [(x["line"], x["turn"], x["what"].startswith(message)) for x in answer.json["findings"]] == [(2, 0, True)]
+    assert answer.code == 1
+
+
 def test_a_mode_that_the_table_does_not_name_is_refused(kvbench, arguments, write):
     arguments[arguments.index("--task") + 1] = str(write(modes=["single"]))
     answer = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
