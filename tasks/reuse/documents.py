@@ -181,7 +181,7 @@ class ReuseOrder(ReuseTask):
     summary: ClassVar[str] = "documents that earlier prompts had in other orders; one fact each"
 
     def arrange(self, world: World, documents: Parts, prose: list[str]) -> tuple[Parts, tuple[Parts, ...]]:
-        """In the order of the world, after the reverse of it and the order of their numbers."""
+        """In the order of the world, after its reverse and after its rotation by one document."""
         del prose
         now = tuple(documents[i] for i in world.order)
         return now, ((self.instruction, *now[::-1]), (self.instruction, *(now[1:] + now[:1])))
@@ -223,7 +223,7 @@ class ReuseHops(ReuseOrder):
 
 @dataclass(frozen=True)
 class ReuseEdit(ReuseTask):
-    """The prompt ran before with another value, without its first document, and with one that is gone."""
+    """The prompt ran before with another value in one document, and with another document in the place of a second."""
 
     name: ClassVar[str] = "reuse-edit"
     summary: ClassVar[str] = "a prompt after an edit: a value replaced, a document inserted, another deleted"
