@@ -51,8 +51,8 @@ def largest_fit(count: Callable[[int], int], budget: int, *, least: int, line: L
         else:
             if n == least:
                 raise UserError(
-                    f"{what} needs {measured} prompt tokens at least, but --length leaves only {budget} in addition to "
-                    "max_new_tokens. Use a greater --length or fewer --turns."
+                    f"{what} needs {measured} tokens at least, and {budget} are left for them. Use a greater --length "
+                    "or fewer --turns."
                 )
             high = n
             step = -max(1, math.ceil((measured - budget) / line.slope))

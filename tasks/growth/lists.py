@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.errors import UserError
 from kvbench.task import Example, Scorer, Task, Turn, count_prompt
 from kvbench.tasks.growth.quarters import QUARTERS, score_quarters
 from kvbench.tasks.length import LengthEstimate, largest_fit
@@ -127,18 +126,12 @@ class NumberedList(Task):
         order = rng.sample(range(turns), turns)
         least = fewest(turns)
         items = self.draw_items(rng, max(least, length // MIN_LINE_TOKENS))
-        needed = self.count(items[:least], order, tokenizer)
-        if needed > length:
-            raise UserError(
-                f"{self.name} with {turns} turn{'s' if turns > 1 else ''} needs {needed} tokens at least, answer "
-                f"included, but --length is {length}. Use a greater --length or fewer --turns."
-            )
         n = largest_fit(
             lambda n: self.count(items[:n], order, tokenizer),
             length,
             least=least,
             line=measure(self, turns, tokenizer),
-            what=self.name,
+            what=f"{self.name} with {turns} turn{'s' if turns > 1 else ''}",
         )
         return self.compose(items[:n], halves(n, order), id=id, tokenizer=tokenizer)
 

@@ -113,7 +113,7 @@ def test_turns_come_in_random_order(task: NumberedList, mini_tokenizer):
 @pytest.mark.parametrize("turns", [1, 5])
 def test_too_short_a_length_is_the_users_mistake(task: NumberedList, mini_tokenizer, turns):
     """A length that cannot hold the fewest lines is refused with the task's name and what it needs."""
-    with pytest.raises(UserError, match=rf"{task.name} with {turns} turns? needs \d+ tokens at least"):
+    with pytest.raises(UserError, match=rf"{task.name} with {turns} turns? needs \d+ tokens at least, and 100 are"):
         task.example(random.Random(0), id="x", length=100, turns=turns, tokenizer=mini_tokenizer)
 
 
