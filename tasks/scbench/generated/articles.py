@@ -3,7 +3,7 @@
 SCBench's articles are papers, and its summaries were written by GPT-4. Here an article describes a plan for a place
 (owner, work, cost, start, duration, an opinion) in a few sentences among generated prose. The summary is these
 sentences. All summaries have the same wording, so even the summary of another article has a high ROUGE score; the
-second scorer, the share of the right details, does not have this problem.
+second scorer, the share of the right details, gives another article's summary little.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def share(prediction: str, references: Sequence[str], details: Sequence[str]) ->
 
 @dataclass(frozen=True)
 class Article:
-    """A title, the sentences of the summary, and the details that are specific to the article."""
+    """A title, and the sentences and details of the summary.
+
+    Another article may share a detail: a month, a number of weeks, an opinion.
+    """
 
     title: str
     facts: tuple[str, ...]
