@@ -48,7 +48,6 @@ class Drafter(nn.Module):
             raise UserError(f"longspec needs a model with a final norm and an output head, which {model.id} lacks.")
         shape = model.layers[reads]
         self.window, self.rope = window, model.ropes[reads]
-        self.model = [model]  # in a list, so that its weights are not the drafter's
         embedding: Any = model.module.get_input_embeddings()
         width = int(embedding.weight.shape[1])
         across, held = shape.query_heads * shape.key_dim, shape.kv_heads * shape.key_dim
@@ -67,9 +66,9 @@ class Drafter(nn.Module):
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
-    def take_layers(self) -> None:
+    def take_layers(self, model: Model) -> None:
         """Start as the model's first layer, with queries and feed-forward part of the one that is read."""
-        base: Any = self.model[0].module.base_model
+        base: Any = model.module.base_model
         first, last = base.layers[0], base.layers[self.reads]
         parts = {
             "norm_self": (first, "input_layernorm"), "query": (first, "self_attn.q_proj"),
@@ -89,14 +88,16 @@ class Drafter(nn.Module):
                 own.data.copy_(weight)
 
     def forward(
-        self, ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, rows: int, far: Tensor | None = None
+        self, model: Model, ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, rows: int,
+        far: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token after the last `rows` of these tokens. [B, rows, V]
 
+        model: it has the embedding and the output head; drafters outlive their models in memory, so they hold none.
         ids, positions: [B, T], which self-attention reads. keys, values: of the layer that is read [B, H_kv, N, D].
         far: the entries that each row may read [rows, N]; None: all.
         """
-        module: Any = self.model[0].module
+        module: Any = model.module
         hidden = module.get_input_embeddings()(ids).float()
         x = self.norm_self(hidden)
         place = torch.arange(ids.shape[1], device=ids.device)
@@ -146,18 +147,18 @@ def read_target(model: Model, ids: Tensor, positions: Tensor, reads: int) -> tup
     return choices, stores[reads].keys, stores[reads].values
 
 
-def measure_loss(drafter: Drafter, batch: Batch, step: int) -> tuple[Tensor, float]:
+def measure_loss(drafter: Drafter, model: Model, batch: Batch, step: int) -> tuple[Tensor, float]:
     """Cross-entropy to the model's own choices, and the share of these that the drafter predicts.
 
     Where a row is the r-th token of a round, it reads entries before the round only.
     """
     ids, wanted, positions = batch
-    choices, keys, values = read_target(drafter.model[0], ids, positions, drafter.reads)
+    choices, keys, values = read_target(model, ids, positions, drafter.reads)
     first = int(wanted.any(0).nonzero()[0])
     place = torch.arange(ids.shape[1], device=ids.device)
     round_start = place - (place + step) % ROUND
     far = place < round_start[first:, None].clamp(min=1)
-    logits = drafter(ids, positions, keys, values, ids.shape[1] - first, far)
+    logits = drafter(model, ids, positions, keys, values, ids.shape[1] - first, far)
     chosen = wanted[:, first:]
     right = float((logits.argmax(-1) == choices[:, first:])[chosen].float().mean())
     return F.cross_entropy(logits[chosen], choices[:, first:][chosen]), right
@@ -174,9 +175,10 @@ def train(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         drafter = Drafter(model, window, reads).to(model.device)
-    drafter.take_layers()
+    drafter.take_layers(model)
     return train_part(
         drafter, torch.optim.AdamW(drafter.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0), steps,
         lambda step: RATE * min(1.0, (step + 1) / WARM) * max(0.02, 1 - step / steps),
-        lambda step: measure_loss(drafter, draw(step), step), partial(nn.utils.clip_grad_norm_, max_norm=1.0), progress,
+        lambda step: measure_loss(drafter, model, draw(step), step),
+        partial(nn.utils.clip_grad_norm_, max_norm=1.0), progress,
     )

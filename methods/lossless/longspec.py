@@ -127,7 +127,7 @@ class LongSpec(Proposed):
         for _ in range(count):
             read, end = texts[:, -self.window :], first + texts.shape[1]
             positions = torch.arange(end - read.shape[1], end, device=texts.device).expand_as(read)
-            logits = drafter(read, positions, store.keys, store.values, 1)
+            logits = drafter(model, read, positions, store.keys, store.values, 1)
             texts = torch.cat([texts, logits[:, -1].argmax(-1)[:, None]], dim=1)
         return texts[:, texts.shape[1] - count :]
 

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 CHANNEL_BYTES = 2
 ROUNDING = 0.05
 """Difference that rounding may make between a layer's queries and those that its projection gives, relative."""
-_MODELS: WeakValueDictionary[str, Model] = WeakValueDictionary()
-"""Models by the hash of their skewing matrices: they project hidden states."""
+_MODELS: WeakValueDictionary[tuple[str, int], Model] = WeakValueDictionary()
+"""Models by the hash of their skewing matrices and their `id`: they project hidden states.
+
+Each job has an object of its own for the same model, and one job may end before another.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class InfiniGen(ReadingMethod):
     def bind(self, model: Model) -> Self:
         """Find the skewing matrices, and check that queries can be guessed on this model (`UserError`)."""
         sha256 = calibrate(model, SkewRecorder(), self.tokens, lambda state, _: find_skew(model, state))
-        _MODELS[sha256] = model
+        _MODELS[sha256, id(model)] = model
         return replace(self, skew=sha256)
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
@@ -137,8 +140,7 @@ class InfiniGen(ReadingMethod):
 
     def _guess(self, step: Step) -> None:
         """Leave the queries that the next layer's projection makes of this layer's input. [B, H_q, T, D]"""
-        assert self.skew is not None
-        model, layer = _MODELS[self.skew], step.layer + 1
+        model, layer = [x for (skew, _), x in _MODELS.items() if skew == self.skew][-1], step.layer + 1
         if layer < len(model.layers) and self.chooses(layer, model.layers[layer].window):
             assert step.hidden is not None
             query = project_queries(model.attentions[layer], step.hidden, model.layers[layer].key_dim)

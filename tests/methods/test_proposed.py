@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from kvbench.check.trial import CONTEXT, NEVER_STOP, open_session, random_ids
 from kvbench.errors import UserError
-from kvbench.hf import load_model
+from kvbench.hf import Model, load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Moment
 from kvbench.methods.baseline.full import Full
@@ -105,7 +109,7 @@ def draft_by_hand(drafter, model, ids, count):
     _, keys, values = read_target(model, torch.tensor([ids[:-1]]), positions[:, :-1], drafter.reads)
     text = list(ids)
     for _ in range(count):
-        logits = drafter(torch.tensor([text]), torch.arange(len(text))[None], keys, values, 1)
+        logits = drafter(model, torch.tensor([text]), torch.arange(len(text))[None], keys, values, 1)
         text.append(int(logits[0, -1].argmax()))
     return text[len(ids) :]
 
@@ -156,13 +160,13 @@ def test_training_reads_no_entry_that_a_draft_could_not():
     seen = []
 
     class Spy(Drafter):
-        def forward(self, ids, positions, keys, values, rows, far=None):
+        def forward(self, model, ids, positions, keys, values, rows, far=None):
             seen.append(far)
-            return super().forward(ids, positions, keys, values, rows, far)
+            return super().forward(model, ids, positions, keys, values, rows, far)
 
     spy = Spy(model, 64)
     spy.load_state_dict(drafter.state_dict())
-    measure_loss(spy, (ids, positions >= 10, positions), 0)
+    measure_loss(spy, model, (ids, positions >= 10, positions), 0)
     far = seen[0]
     for row in range(10, 40):
         start = row // ROUND * ROUND
@@ -179,6 +183,16 @@ def test_a_drafter_learns(monkeypatch):
     train(model, 64, 40, lambda step: batch, progress=TrainingProgress(keep=lambda *x: shares.append(x[3])))
     assert shares[0] < 0.3
     assert shares[-1] > 0.8
+
+
+def test_a_model_that_was_drafted_for_is_freed():
+    """A sweep over several models holds one at a time."""
+    module = copy.deepcopy(tiny_model().module)
+    LongSpec(steps=1).bind(Model.from_module(module))
+    held = weakref.ref(module)
+    del module
+    gc.collect()
+    assert held() is None
 
 
 # Weights

@@ -266,6 +266,17 @@ def test_a_line_of_the_log_has_its_cell_s_name(model_folder, tmp_path, capsys):
     assert f"{method}: sample 0 failed: ValueError: once" in capsys.readouterr().err
 
 
+def test_a_cell_that_ends_first_takes_nothing_from_the_others(model_folder, tmp_path):
+    """Of two cells of a method that uses the model itself, the later one is finished already."""
+    cells = make_cells(["infinigen"] * 2, tmp_path / "shared", model_folder)
+    cells = [replace(x, request=replace(x.request, budget=y)) for x, y in zip(cells, ("30%", "50%"), strict=True)]
+    for _ in run_group(cells[1:], ModelCache(), lambda *_: None):
+        pass
+    reports = {x.cell.request.budget: x for x in run_group(cells, ModelCache(), lambda *_: None)}
+    assert reports["50%"].existing
+    assert [x.result.n_failed for x in reports.values()] == [0, 0]
+
+
 def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path, monkeypatch, capsys):
     """The methods run alone, and a line names the bytes."""
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)

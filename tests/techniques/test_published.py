@@ -154,7 +154,7 @@ def test_a_drafting_layer_is_read(tmp_path, length):
         entries = session.layers[-1].keys, session.layers[-1].values
         drafter = Drafter(model, 513, published=True)
         drafter.load_state_dict(dict(get_part(method.part).weights))
-        found = drafter(torch.tensor([text]), torch.arange(length)[None], *entries, 1)[0, 0]
+        found = drafter(model, torch.tensor([text]), torch.arange(length)[None], *entries, 1)[0, 0]
         keys, values = (x[0] for x in entries)
         wanted = layer_logits(weights, module, text, keys, values)
         assert torch.allclose(found, wanted, atol=1e-3), (found - wanted).abs().max()
