@@ -1,9 +1,10 @@
 """The prefill of a context, run once for all methods that compress it after an exact prefill.
 
 A method needs no flag for this. The recording gives its stores the queries, keys and values of the exact prefill, layer
-by layer and chunk by chunk, as the model would. Three checks show whether its own prefill would have been the same:
-on the first context of a run its attention outputs must equal the recorded ones bit for bit in every layer; on every
-context it must pass the store's attention on unchanged, and keep every entry until the end of the context.
+by layer and chunk by chunk, as the model would. A method that runs other passes takes nothing and runs the model. Three
+checks show whether its own prefill would have been the same: on the first context of a run its attention outputs must
+equal the recorded ones bit for bit in every layer; on every context it must pass the store's attention on unchanged,
+and keep every entry until the end of the context.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Stores:
         """
         self.compress_seconds = 0.0
         self._recording, self._compare = recording, compare
+        self.taken: list[Pass] = []
+        """The recorded passes that were taken; forks have the same list."""
         self.ledger = Ledger(self.layers)
         self._static: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
@@ -136,6 +138,7 @@ class Stores:
                 raise InexactPrefillError(f"its attention in layer {layer} differs from the full cache's.")
         for label, implementation in self._recording.kernels.items():  # of a refused prefill, none has run
             note(label, implementation)
+        self.taken.append(recorded)
         return recorded.logits.clone()
 
     def _store(self, step: Step, *, exact: bool = False) -> None:

@@ -110,6 +110,8 @@ def converse(
         before = now(device)
         session.prefill(encoded.context, visible=visible)
         timer.prefill_s, timer.compress_s = now(device) - before, session.compress_seconds
+        if shared is not None and recording is not None and not session.taken:
+            shared.refuse(spec, "its passes over the context are not the full cache's.")
         questions = _Questions(job, index, example, encoded, limits, timer, lines, compares=compares, started=started)
         if width > 1 and spec.mode is Mode.MULTI_TURN:
             forced = yield from questions.ask_ahead(session, width)
@@ -118,7 +120,7 @@ def converse(
     lines.sort(key=lambda x: x.turn)
     if compares:
         lines[:] = _with_agreement(job, encoded, lines, [x for x in forced if x is not None], capacity, recording)
-    if shared is not None and recording is not None:
+    if shared is not None and session.taken:
         shared.accept(spec)
         lines[:] = [x.model_copy(update={"times": None, "shared_prefill": True}) for x in lines]
     return lines

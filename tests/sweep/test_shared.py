@@ -39,7 +39,7 @@ FAULTY = '''
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from kvbench.method import BudgetKind, Card, Method
+from kvbench.method import BudgetKind, Card, Method, Moment
 from kvbench.store import LayerKV
 
 def card(name):
@@ -90,6 +90,16 @@ class Halving(Method):
     card: ClassVar[Card] = card("halving")
     def attend(self, kv, step):
         return kv.attend(step) * (0.5 if step.moment.in_context and step.seen > 150 else 1)
+    def evict(self, kv, step):
+        if step.moment.compresses:
+            kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
+
+@dataclass(frozen=True)
+class Whole(Method):
+    """Runs the context in one pass, however it is cut."""
+    card: ClassVar[Card] = card("whole")
+    def prefill(self, session, chunks):
+        return session.run_chunks([torch.cat(list(chunks), dim=1)], Moment.CONTEXT_END)
     def evict(self, kv, step):
         if step.moment.compresses:
             kv.keep(torch.arange(kv.n - self.rows, kv.n).expand(*kv.keys.shape[:2], -1))
@@ -218,16 +228,17 @@ def test_a_context_is_run_once(model_folder, tmp_path, monkeypatch):
     assert passes == [len(x) for x in made]
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("name", ["Rounding", "Halving", "Early"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["Rounding", "Halving", "Early", "Whole"])
 def test_a_method_without_exact_prefill_runs_alone(model_folder, tmp_path, capsys, name):
-    """Whether its store, its attention or its eviction differs: its lines are those of a single run, with times."""
+    """Whether its store, attention, eviction or passes differ: its lines are those of a single run, with times."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     method = f"{tmp_path}/faulty.py:{name}"
     alone = run_cells(make_cells([method], tmp_path / "alone", model_folder, chunk=80), share=False)
     shared = run_cells(make_cells([method, "knorm"], tmp_path / "shared", model_folder, chunk=80), share=True)
     assert_same_lines(shared, alone)
-    assert f"{name.lower()} runs every context alone" in capsys.readouterr().err
+    assert capsys.readouterr().err.count(f"{name.lower()} runs every context alone") == 1
+    assert not any(x.shared_prefill for x in read_lines(shared[method][0].folder / "samples.jsonl"))
     assert shared[method][0].result.latency.untimed is None
     assert shared["knorm"][0].result.latency.untimed is not None
 
