@@ -27,6 +27,7 @@ from kvbench.task import Encoded, Example, Mode
 if TYPE_CHECKING:
     from kvbench.budget import Shape
     from kvbench.engine.shared import SharedPrefill
+    from kvbench.hf import Model
     from kvbench.method import Method
     from kvbench.runs.job import Job
     from kvbench.runs.spec import RunSpec
@@ -79,12 +80,16 @@ def run_batch(
     if found is None:
         size, alone = 1, alone or "a batch raised an error"
     else:
-        size = len(group) * divide_batch(job.spec.batch, job.spec)[1]
+        questions = divide_batch(job.spec.batch, job.spec)[1]
+        size = sum(min(questions, len(example.turns)) for _, example, _ in group)  # a record may have fewer than asked
     done = [run_one(job, x, shared) for x in group] if found is None else [(lines, None) for lines in found]
     tokens = different = None
     if compare and size > 1:
-        lines, _ = run_one(job, cut_to_first(group[0]), shared, agreement=False)
-        tokens, different = count_different(done[0][0][:1], lines)
+        lines, failure = run_one(job, cut_to_first(group[0]), shared, agreement=False)
+        if failure is None:
+            tokens, different = count_different(done[0][0][:1], lines)
+        else:
+            say(f"sample {group[0][0]} alone failed, so the batch is not compared with it: {lines[-1].error}")
     seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     update = {"times": None, "batch": BatchLine(size=size, alone=alone), "seconds": seconds}
     marked = [([x.model_copy(update=update) for x in lines], failure) for lines, failure in done]
@@ -153,7 +158,8 @@ def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, cap
         if asked == 1:
             return 1
         raise UserError("on a diffusion model every answer runs alone, and no batch is possible. Leave --batch out.")
-    limit = SHARE_OF_MEMORY * (_total_bytes(spec.device) - job.model.module.num_parameters() * shape.itemsize)
+    weights = sum(x.nbytes for x in job.model.module.parameters() if x.device.type == spec.device)
+    limit = max(0.0, SHARE_OF_MEMORY * (_total_bytes(job.model) - weights))
     most = 1
     answers = spec.samples * (spec.turns if answers_apart(spec) else 1)
     largest = min(MOST_AUTO, answers) if asked is None else asked
@@ -190,5 +196,10 @@ def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capac
     return full + contexts * (stored + later + forks * (2 * later + copied))
 
 
-def _total_bytes(device: str) -> int:
-    return int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else ram_bytes()
+def _total_bytes(model: Model) -> int:
+    """Bytes of the machine's memory or, on GPUs, of all that hold a part of the model."""
+    if model.device.type == "cpu":
+        return ram_bytes()
+    places = [str(model.device)] if model.device_map is None else model.device_map.values()
+    gpus = {torch.device(x).index or 0 for x in places if x.startswith("cuda")}
+    return sum(int(torch.cuda.get_device_properties(x).total_memory) for x in gpus)

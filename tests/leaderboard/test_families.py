@@ -232,6 +232,15 @@ def test_a_forged_record_is_refused(done, check, kind, change, reason):
     assert reason in found["refused"] and found["level"] is None
 
 
+def test_a_later_batch_may_be_the_one_compared(done, check):
+    """Where the first answer failed when it was decoded alone."""
+    def compare_second(number: int, x: Line) -> Line:
+        counts = {"tokens": len(x.ids), "different": 0} if number else {"tokens": None, "different": None}
+        return x.model_copy(update=forge("batch", **counts)(x))
+
+    assert check(done("batch").with_lines(compare_second))["refused"] == ""
+
+
 SPECS: dict[str, tuple[str, tuple[str, ...], object, str]] = {
     "compression at every turn, by a method that cannot": ("allocated", ("recompress",), True, "cannot compress again"),
     "chunks of a prompt that every pass runs whole": ("blocks", ("chunk",), 16, "leave --visibility"),

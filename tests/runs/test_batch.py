@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
@@ -12,6 +15,7 @@ from kvbench.runs import batch as batching
 from kvbench.runs.batch import divide_batch, predict_bytes
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import read_lines
+from kvbench.runs.lines import SampleFailedError, fail
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
@@ -181,6 +185,35 @@ def test_the_16_bit_comparison_waits_for_a_batch_that_runs(model_folder, tmp_pat
     assert result.batch.tokens is not None
 
 
+def test_an_answer_that_fails_alone_is_not_compared(model_folder, tmp_path, monkeypatch, capsys):
+    """Its tokens do not count as different, and the next batch is compared."""
+    really, calls = batching.run_sample, []
+
+    def run_sample(job, index, example, encoded, *others, **options):
+        calls.append(index)
+        if len(calls) == 1:
+            raise SampleFailedError([fail(example, index, 0, MemoryError("no room"), encoded.prompt_hash, "", 0.0)])
+        return really(job, index, example, encoded, *others, **options)
+
+    monkeypatch.setattr(batching, "run_sample", run_sample)
+    job = prepare(make_request(model_folder, tmp_path, dtype="bfloat16", batch="2"))
+    outcome = run(job)
+    lines = read_lines(outcome.folder / "samples.jsonl")
+    assert [x.batch.tokens is None for x in lines] == [True, True, False, True]
+    assert "sample 0 alone failed, so the batch is not compared with it: MemoryError" in capsys.readouterr().err
+
+
+def test_a_batch_counts_the_questions_that_a_context_has(model_folder, tmp_path):
+    """A record of a data set may have fewer than were asked for: here two and three in turn."""
+    task = tmp_path / "few.py"
+    fewer = TOYS.read_text().replace("range(turns))", 'range(turns - text.count("a") % 2))')
+    task.write_text(fewer)
+    request = make_request(model_folder, tmp_path, mode="multi-request", batch="12")
+    *_, lines = make_lines(replace(request, task=f"{task}:Toy"))
+    assert {x.batch.size for x in lines} == {len(lines)}
+    assert 8 < len(lines) < 12
+
+
 def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path):
     """All questions of a conversation are asked before the first batch of answers."""
     later, found = 20, []
@@ -225,6 +258,34 @@ def test_a_batch_beyond_the_memory_is_refused(model_folder, tmp_path, monkeypatc
     assert batching.resolve_batch(4, job, fitted, shape, 180) == 4
     with pytest.raises(UserError, match=r"batch 64 needs about .* Use --batch 4 or less, or --batch auto"):
         batching.resolve_batch(64, job, fitted, shape, 180)
+
+
+def test_no_memory_left_is_no_negative_limit(model_folder, tmp_path, monkeypatch):
+    """In the message, where the weights take everything."""
+    job = prepare(make_request(model_folder, tmp_path))
+    shape = job.model.shape(160)
+    monkeypatch.setattr(batching, "_total_bytes", lambda _: 0)
+    with pytest.raises(UserError, match=r" and 0\.00 GB are allowed"):
+        batching.resolve_batch(2, job, job.method.fit(job.budget, shape), shape, 180)
+
+
+def test_a_model_on_several_gpus_has_the_memory_of_all(model_folder, tmp_path, monkeypatch):
+    """Its weights on disk take none of it."""
+    job = prepare(make_request(model_folder, tmp_path, mode="multi-request"))
+    shape = job.model.shape(160)
+    fitted = job.method.fit(job.budget, shape)
+    places = {"cuda:0": 5_000_000, "cuda:1": 7_000_000, "meta": 90_000_000}
+    weights = [SimpleNamespace(nbytes=size, device=torch.device(place)) for place, size in places.items()]
+    module = SimpleNamespace(parameters=lambda: weights, num_parameters=lambda: sum(places.values()) // 4)
+    model = SimpleNamespace(
+        masking=None, module=module, device=torch.device("cuda:0"),
+        device_map={"embedding": "cuda:0", "first": "cuda:0", "second": "cuda:1", "third": "disk"},
+    )
+    limit = predict_bytes(4, job.spec, fitted, shape, 180) / batching.SHARE_OF_MEMORY
+    total = round(limit + 12_000_000) // 2 + 1
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    job = replace(job, model=model, spec=job.spec.model_copy(update={"device": "cuda"}))
+    assert batching.resolve_batch(None, job, fitted, shape, 180) == 4
 
 
 def test_auto_is_no_larger_than_the_run(model_folder, tmp_path):

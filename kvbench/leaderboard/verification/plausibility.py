@@ -48,6 +48,10 @@ def check_plausibility(spec: RunSpec, lines: Sequence[Line]) -> Check:
     for x in lines:
         for reason in _list_impossible(spec, x):
             raise RefusedError("measurements", f"sample {x.index} turn {x.turn}: {reason}")
+    together = any((x.index, x.turn) == (0, 0) and x.batch is not None and x.batch.size > 1 for x in lines)
+    compared = any(x.batch is not None and x.batch.tokens is not None for x in lines)
+    if together and spec.model.dtype != "float32" and not compared:
+        raise RefusedError("measurements", f"no comparison with single answers, in {spec.model.dtype}")
     times = [x.times.decode_s for x in lines if x.times is not None and x.times.steps]
     if len(times) >= 4 and 2 * len(set(times)) < len(times):
         raise RefusedError("measurements", f"{len(times)} measured times are only {len(set(times))} different numbers")
@@ -111,7 +115,7 @@ def _list_wrong_kernels(spec: RunSpec, x: Line) -> Iterator[str]:
 
 
 def _list_wrong_batch(spec: RunSpec, x: Line) -> Iterator[str]:
-    """In 16 bits the answers to the first sample are decoded one at a time, too, and compared."""
+    """In 16 bits a first answer is decoded alone, too, and compared."""
     found = x.batch
     if (found is None) is (spec.batch > 1):
         yield f"{'no' if found is None else 'a'} record of a batch, and batches of {spec.batch}"
@@ -123,10 +127,8 @@ def _list_wrong_batch(spec: RunSpec, x: Line) -> Iterator[str]:
         yield f"its {found.size} answers were decoded one at a time because {quote(found.alone)}"
     if (found.different or 0) > (found.tokens or 0):
         yield f"{found.different} of {found.tokens} tokens differ from those of single answers"
-    exact, compared = spec.model.dtype == "float32", found.tokens is not None
-    missing = not (exact or compared) and found.size > 1 and (x.index, x.turn) == (0, 0)
-    if missing or (exact and compared):
-        yield f"{'a' if compared else 'no'} comparison with single answers, in {spec.model.dtype}"
+    if found.tokens is not None and spec.model.dtype == "float32":
+        yield f"a comparison with single answers, in {spec.model.dtype}"
 
 
 def _list_wrong_drafts(spec: RunSpec, x: Line, found: LosslessLine, tokens: TokenCounts) -> Iterator[str]:
