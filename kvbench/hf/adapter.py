@@ -103,8 +103,13 @@ def project_queries(attention: nn.Module, hidden: Tensor, width: int) -> Tensor 
     project = getattr(attention, "q_proj", None)
     if not isinstance(project, nn.Linear):
         return None
-    query = project(hidden).unflatten(-1, (-1, width)).transpose(1, 2)
-    norm = getattr(attention, "q_norm", None)
+    flat, norm = project(hidden), getattr(attention, "q_norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is not None and weight is not None and weight.shape == flat.shape[-1:]:  # over all heads at once
+        flat, norm = norm(flat), None
+    elif weight is not None and weight.shape != (width,):
+        return None
+    query = flat.unflatten(-1, (-1, width)).transpose(1, 2)
     return query if norm is None else cast("Tensor", norm(query))
 
 

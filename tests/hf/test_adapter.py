@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.hf import Model, attached
+from kvbench.hf.adapter import list_attentions, project_queries
 from kvbench.method import BudgetKind, Card, Method, Moment
 
 from .models import ARCHITECTURES, VOCABULARY, build, model
@@ -129,3 +130,31 @@ def test_mask_is_refused() -> None:
             served_logits(tiny, ids, [0, PROMPT])
     finally:
         hook.remove()
+
+
+@dataclass(frozen=True)
+class Reading(Dense):
+    """Dense, with the layers' inputs."""
+
+    reads_hidden: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_projected_queries_are_the_layer_s_own(name: str) -> None:
+    """Without a norm, with one for each head, and with one over all heads; rotated, they are those of the step."""
+    tiny, steps = model(name), []
+    with Session(tiny, Reading()) as session:
+        attend = session.attend
+        session.attend = lambda step: (steps.append(step), attend(step))[1]  # type: ignore[method-assign]
+        session.prefill(token_ids(2))
+    for step, layer, attention, rope in zip(steps, tiny.layers, tiny.attentions, tiny.ropes, strict=True):
+        assert step.hidden is not None
+        found = project_queries(attention, step.hidden, layer.key_dim)
+        assert found is not None
+        assert (rope.rotate(found, step.positions) - step.query).abs().max().item() <= EXACT
+
+
+def test_queries_with_another_norm_are_not_projected() -> None:
+    """Weights that differ by head, as Command R+ has."""
+    attention = list_attentions(build("cohere", {"use_qk_norm": True}))[0]
+    assert project_queries(attention, torch.zeros(1, 1, 32), 8) is None
