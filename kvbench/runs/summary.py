@@ -271,12 +271,12 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     """Why the times of the samples are not those of a user of the method; None: they are."""
     shared = len({x.index for x in lines if x.shared_prefill})
     if shared:
-        return f"{shared} contexts took a prefill that other runs of the sweep share"
+        return f"{shared} context{'s' if shared > 1 else ''} took a prefill that other runs of the sweep share"
     found = _batch(lines)
     if found is None:
         return None
     if found.size == 1:
-        return f"a batch was asked for, but {found.alone}"
+        return f"a batch was asked for, but {found.alone or 'only one answer was left to decode'}"
     return f"answers were decoded in batches of up to {found.size}"
 
 

@@ -299,3 +299,9 @@ def test_a_last_batch_of_one_is_no_failure(model_folder, tmp_path):
     result, *_, lines = make_lines(make_request(model_folder, tmp_path, batch="3"))
     assert [x.batch.size for x in lines] == [3, 3, 3, 1]
     assert (result.batch.size, result.batch.alone) == (3, None)
+
+
+def test_a_batch_of_one_says_why_it_has_no_times(model_folder, tmp_path):
+    """A run of a single answer."""
+    result, *_ = make_lines(make_request(model_folder, tmp_path, batch="4", samples=1))
+    assert result.latency.untimed == "a batch was asked for, but only one answer was left to decode"

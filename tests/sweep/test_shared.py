@@ -277,6 +277,14 @@ def test_a_line_of_the_log_has_its_cell_s_name(model_folder, tmp_path, capsys):
     assert f"{method}: sample 0 failed: ValueError: once" in capsys.readouterr().err
 
 
+def test_one_context_is_no_plural(model_folder, tmp_path):
+    """In the reason why a run has no times."""
+    cells = make_cells(["knorm", "snapkv"], tmp_path, model_folder)
+    cells = [replace(x, request=replace(x.request, samples=1)) for x in cells]
+    untimed = [x.result.latency.untimed for x in run_group(cells, ModelCache(), lambda *_: None)]
+    assert untimed == ["1 context took a prefill that other runs of the sweep share"] * 2
+
+
 def test_a_cell_that_ends_first_takes_nothing_from_the_others(model_folder, tmp_path):
     """Of two cells of a method that uses the model itself, the later one is finished already."""
     cells = make_cells(["infinigen"] * 2, tmp_path / "shared", model_folder)
