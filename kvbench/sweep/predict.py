@@ -9,10 +9,12 @@ from pathlib import Path
 
 from kvbench.diffusion.sample import Uncached, fill_sample
 from kvbench.errors import UserError
+from kvbench.kernels.choice import using
 from kvbench.registry import find_method
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import finished_samples, read_lines
 from kvbench.runs.job import Job
+from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.prepare import prepare
 from kvbench.runs.sample import run_sample
 from kvbench.sweep.cell import ModelCache, SweepCell
@@ -27,7 +29,7 @@ class CellPrediction:
     missing: int
     """Samples to run."""
     seconds: float | None
-    """Predicted time of the missing samples; None if the cell cannot run."""
+    """Predicted time of the missing samples; None if the cell cannot run, or the full cache cannot on its contexts."""
     error: str | None = None
 
 
@@ -46,8 +48,13 @@ def predict(cells: Sequence[SweepCell]) -> Iterator[CellPrediction]:
         seconds = 0.0
         if missing:
             kind = _kind(job)
-            if kind not in timed:
-                timed[kind] = _time(job, warm=bool(timed))
+            try:
+                if kind not in timed:
+                    timed[kind] = _time(job, warm=bool(timed))
+            except SampleFailedError as error:
+                reason = f"a sample with the full cache failed: {error}"
+                yield CellPrediction(cell, job.folder, missing, None, reason)
+                continue
             seconds = timed[kind] * missing
         yield CellPrediction(cell, job.folder, missing, seconds)
 
@@ -73,8 +80,9 @@ def _time(job: Job, *, warm: bool) -> float:
     run, method = (run_sample, find_method("full")()) if job.model.masking is None else (fill_sample, Uncached())
     baseline = replace(job, method=method, budget=None)
     sample = next(make_examples(job, [0]))
-    if not warm:
+    with using(job.spec.kernels):
+        if not warm:
+            run(baseline, *sample)
+        before = time.perf_counter()
         run(baseline, *sample)
-    before = time.perf_counter()
-    run(baseline, *sample)
-    return time.perf_counter() - before
+        return time.perf_counter() - before

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvbench.errors import UserError
+from kvbench.kernels import choice
 from kvbench.log import say_once
 from kvbench.runs import prepare as preparation
 from kvbench.runs import sample
 from kvbench.runs.files import locked, read_lines
 from kvbench.runs.options import Request
+from kvbench.sweep import predict as prediction
 from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, SweepFile, as_text, expand, read_sweep
@@ -387,6 +390,31 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     (sample_lines.parent / "result.json").unlink()
     sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
     assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
+
+
+def test_a_dry_run_times_the_kernels_of_its_cells(sweep, monkeypatch):
+    """Not those of the process."""
+    ran = []
+    monkeypatch.setattr(prediction, "run_sample", lambda *_: ran.append(choice._choice.get()[0]))
+    (cell,) = read_sweep(sweep(LAST_GRID))
+    monkeypatch.setattr(prediction, "prepare", lambda *_: with_kernels(preparation.prepare(cell.request), "triton"))
+    assert [x.error for x in prediction.predict([cell])] == [None]
+    assert ran == ["triton", "triton"]
+
+
+def with_kernels(job, name):
+    """The job with another implementation, which this machine need not have."""
+    return replace(job, spec=job.spec.model_copy(update={"kernels": name}))
+
+
+def test_a_dry_run_reports_a_full_cache_that_fails(kvbench, sweep, monkeypatch):
+    """As the reason of the cell, without a traceback."""
+    monkeypatch.setattr(sample.Session, "prefill", lambda *_, **__: 1 / 0)
+    answer = kvbench("sweep", sweep(LAST_GRID), "--dry-run", "--json")
+    assert answer.code == 1
+    (cell,) = answer.json
+    assert cell["error"] == "a sample with the full cache failed: ZeroDivisionError: division by zero"
+    assert (cell["missing"], cell["predicted_s"]) == (4, None)
 
 
 def test_cells_give_a_common_warning_once(kvbench, tmp_path):
