@@ -39,10 +39,14 @@ class Outcome:
     existing: bool
     code_changes: tuple[str, ...] = ()
     """How the code that computed an existing run differs from the current code."""
+    bound_changes: tuple[str, ...] = ()
+    """How the values that the method found on the model for an existing run differ from those that it finds now."""
 
     def describe_existing(self) -> str:
-        """A line for the log: the run was finished before, possibly by other code."""
+        """A line for the log: the run was finished before, possibly by other code or with other values on the model."""
         other = f" It was computed by other code ({'; '.join(self.code_changes)})." if self.code_changes else ""
+        if self.bound_changes:
+            other += f" Its method had found other values on the model ({'; '.join(self.bound_changes)})."
         return f"already finished: showing {self.folder}.{other} Delete the folder to run it again."
 
 def find_existing(job: Job) -> Outcome | None:
@@ -51,7 +55,10 @@ def find_existing(job: Job) -> Outcome | None:
     if not path.exists():
         return None
     result = read_file(path, Result)
-    return Outcome(result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)))
+    return Outcome(
+        result, job.folder, existing=True, code_changes=tuple(result.spec.find_code_changes(job.spec)),
+        bound_changes=tuple(result.spec.find_bound_changes(job.spec)),
+    )
 
 
 def run(job: Job, progress: Progress | None = None) -> Outcome:

@@ -355,7 +355,10 @@ def test_samples_of_other_code_are_not_continued(kvbench, arguments, tmp_path):
 
 
 def test_samples_of_other_values_on_the_model_are_not_continued(kvbench, arguments, tmp_path):
-    """A method that found another hash on the model than it did for the saved samples is refused, in one line."""
+    """A method that found another hash on the model than it did for the saved samples is refused, in one line.
+
+    The line that shows a finished run says so, too.
+    """
     found, code = tmp_path / "found", tmp_path / "bound.py"
     found.write_text("a" * 64)
     code.write_text(BOUND)
@@ -363,8 +366,10 @@ def test_samples_of_other_values_on_the_model_are_not_continued(kvbench, argumen
     first = kvbench(*arguments, *method)
     assert first.json["spec"]["bound"] == {"found": "a" * 64}
     folder = only_run(tmp_path)
-    (folder / "result.json").unlink()
     found.write_text("b" * 64)
+    shown = kvbench(*arguments, *method).err
+    assert f"Its method had found other values on the model (found {'a' * 12}, now {'b' * 12})." in shown
+    (folder / "result.json").unlink()
     refused = kvbench(*arguments, *method)
     assert refused.code == 2
     (line,) = [x for x in refused.err.splitlines() if "one result cannot mix them" in x]
