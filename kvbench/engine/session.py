@@ -61,6 +61,7 @@ class Session(Stores):
         self.batch = 1
         self.logits: Tensor | None = None  # [B, V], of the last position
         self.answer_started = 0.0  # perf_counter at the end of the last question
+        self.answer_ended = 0.0  # perf_counter at the last token of the answer
         self.shape: Shape | None = None  # of the context
         self.pending: list[list[int]] = []
 
@@ -186,6 +187,7 @@ class Session(Stores):
                 branch.resume()
                 self.answer_started = now(self.model.device)
                 tokens = yield from branch.generate_passes(max_new_tokens, stop)
+                self.answer_ended = now(self.model.device)
                 branch.check_logits()
                 self.credit(branch)
             self.remember(history)
@@ -193,6 +195,7 @@ class Session(Stores):
         self.resume()
         self.answer_started = now(self.model.device)
         tokens = yield from self.generate_passes(max_new_tokens, stop)
+        self.answer_ended = now(self.model.device)
         self.check_logits()
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
         if len({len(x) for x in last}) > 1:

@@ -73,6 +73,7 @@ def choose_passes(
             logits = yield from force_answer_passes(talk, choice, counts=True)
         tokens = torch.tensor(choice, device=logits.device)
         logprobs.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist())
+    talk.answer_ended = now(job.model.device)
     if not all(isfinite(x) for choice in logprobs for x in choice):
         raise ValueError("a choice has log-probabilities that are not finite")
     best = max(range(len(logprobs)), key=lambda i: sum(logprobs[i]))

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timer:
-    """Start and end times of a turn, and the times before its first token."""
+    """Start times of a turn, and the times before its first token."""
 
     wall: float
     asked: float = 0.0
-    done: float = 0.0
     prefill_s: float | None = None
     compress_s: float | None = None
 
@@ -190,7 +189,6 @@ class _Questions:
             timer.asked += now(job.model.device) - paused
             tokens = yield from talk.answer_passes(limit, history=history, stop=job.stop_ids)
             reply = read_reply(job, tokens, plain)
-        timer.done = now(job.model.device)
         return forced, reply
 
     def _query(self, turn: int) -> tuple[int, ...]:
@@ -217,7 +215,7 @@ class _Questions:
             times=Times(
                 prefill_s=timer.prefill_s, compress_s=timer.compress_s,
                 ttft_s=(timer.prefill_s or 0.0) + talk.answer_started - timer.asked,
-                decode_s=timer.done - talk.answer_started, steps=reply.steps,
+                decode_s=talk.answer_ended - talk.answer_started, steps=reply.steps,
             ),
             bytes=talk.memory(), effect=talk.effect(), agreement=None, lossless=reply.lossless,
             reuse=count_reuse(talk) if turn == 0 else None,

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvbench.engine import session
+from kvbench.runs import sample
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
@@ -208,6 +210,31 @@ def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
         assert (answer.json["latency"]["mixed"] is not None) is mixed
         times = {x for name, x in answer.json["latency"].items() if name not in ("timing", "mixed", "untimed")}
         assert (times == {None, 0}) is mixed
+
+
+@pytest.mark.parametrize("mode", ["single", "multi-turn"])
+def test_the_time_of_an_answer_ends_at_its_last_token(kvbench, arguments, tmp_path, monkeypatch, mode):
+    """Checks, counts and detokenization come after it, as they do where an answer is decoded for comparison."""
+    clock = [0.0]
+
+    def tick(_):
+        clock[0] += 1
+        return clock[0]
+
+    def slow(function):
+        def call(*args, **options):
+            clock[0] += 100
+            return function(*args, **options)
+        return call
+
+    for module in (session, sample):
+        monkeypatch.setattr(module, "now", tick)
+    monkeypatch.setattr(sample, "read_reply", slow(sample.read_reply))
+    monkeypatch.setattr(session.Session, "check_logits", slow(session.Session.check_logits))
+    monkeypatch.setattr(session.Session, "credit", slow(session.Session.credit))
+    assert kvbench(*arguments, "--method", LAST, "--mode", mode).code == 0
+    times = [x.times for x in read_lines(only_run(tmp_path) / "samples.jsonl")]
+    assert {x.decode_s for x in times} == {1.0}
 
 
 def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
