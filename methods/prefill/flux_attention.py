@@ -167,8 +167,9 @@ class FluxAttention(SparsePrefillMethod):
         """Find the weights of the routers, or train them."""
         require_inverse_rotation(model, "flux-attention")
         sha256 = find_part(
-            "flux-attention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps",
-            AUTHORS,
+            "flux-attention", model, self.weights, lambda: self._train(model),
+            f"Python's manual, {self.steps} steps, {self.sinks} first and {self.local} last entries in blocks of "
+            f"{self.block or 'the usual size'}", AUTHORS,
         )
         load_module("flux-attention", model, sha256, lambda: make_routers(model))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)

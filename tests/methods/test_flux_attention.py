@@ -210,6 +210,15 @@ def test_the_shipped_routers_are_minis_and_small(mini):
 # Weights
 
 
+@pytest.mark.parametrize("settings", [{"sinks": 1024}, {"local": 2048}, {"block": 8}])
+def test_routers_trained_under_other_settings_are_others(model, settings):
+    """In one process: what a sparse layer reads in training depends on them."""
+    first, second = (FluxAttention(steps=2, **x).bind(model) for x in ({}, settings))
+    assert first.part != second.part
+    assert first.trained_on != second.trained_on
+    assert FluxAttention(steps=2).bind(model).part == first.part
+
+
 def test_weights_of_another_model_or_without_a_router_are_refused(model, tmp_path):
     """With what the file says, and what is needed."""
     path = tmp_path / "part.safetensors"
