@@ -121,8 +121,6 @@ class PeriodicMethod(RollingMethod):
     def layer(self, index: int) -> LayerKV:
         """A store with positions, in which entries are dropped in place, with room for those of a period."""
         del index
-        from kvbench.store import LayerKV  # here, because stores import kernels
-
         return LayerKV(track=True, bounded=True, slack=self.period)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
@@ -225,8 +223,12 @@ def go_around(
     card: of the outer method. note: what comes from which paper. notes: further deviations.
 
     Raises:
-        UserError: the inner method does not score every entry once, decides more than scores, or is this one already.
+        UserError: the inner method does not score every entry once, decides more than scores, or has this one already.
     """
+    if card.name in inner.card.name.split("+"):
+        raise UserError(
+            f"{inner.card.name}+{card.name} makes no sense: {card.name} is in this composition already. Name it once."
+        )
     if not issubclass(inner, ScoredMethod) or decides_itself(inner) or issubclass(inner, around):
         raise UserError(
             f"{inner.card.name}+{card.name} makes no sense: {card.name} goes around a method that scores every entry "

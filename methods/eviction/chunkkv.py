@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.constraints import Ge, Odd, Positive
+from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Upstream
+from kvbench.methods.eviction.criticalkv import CriticalScores
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.selection import ScoredMethod, go_around
 from kvbench.store import LayerKV
@@ -64,7 +66,12 @@ class ChunkKV(ChunkSelection, SnapKV):
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
-        """Create `inner+chunkkv`: whole chunks by the scores of another method."""
+        """Create `inner+chunkkv`: whole chunks by the scores of another method (`UserError` if heads fill a part)."""
+        if issubclass(inner, CriticalScores):
+            raise UserError(
+                f"{inner.card.name}+chunkkv makes no sense: criticalkv fills a part of the budget in each head on its "
+                "own, and chunkkv keeps the same entries in all heads. Leave one of the two out."
+            )
         note = f"Whole chunks are kept, as in ChunkKV (arXiv {cls.card.arxiv}), by this method's scores."
         return go_around(inner, ChunkSelection, cls.card, note, CUT)
 

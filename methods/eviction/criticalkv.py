@@ -73,10 +73,15 @@ class CriticalKV(CriticalScores, SnapKV):
     def over(cls, inner: type[Method]) -> type[Method]:
         """Create `inner+criticalkv`: the scores of another method, weighed (`UserError` if they may be negative)."""
         note = f"Scores are weighed by projected values in two stages, as in CriticalKV (arXiv {cls.card.arxiv})."
-        made = go_around(inner, CriticalScores, cls.card, note)
         if issubclass(inner, ScoredMethod) and inner.signed:
-            raise refuse_signed(made.card.name)
-        return made
+            raise refuse_signed(f"{inner.card.name}+{cls.card.name}")
+        scorer, _, last = inner.card.name.rpartition("+")
+        if last == "adakv" and not issubclass(inner, CriticalScores):
+            raise UserError(
+                f"{inner.card.name}+criticalkv makes no sense: adakv divides the budget by the scores that criticalkv "
+                f"weighs. Put +adakv last: {scorer or 'snapkv'}+criticalkv+adakv."
+            )
+        return go_around(inner, CriticalScores, cls.card, note)
 
 
 def refuse_signed(name: str) -> UserError:

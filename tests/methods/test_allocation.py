@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -118,13 +119,27 @@ def test_the_card_of_a_composition_is_both_methods(name: str) -> None:
     "h2o+adakv", "adakv+adakv", "full+adakv", "snapkv+knorm",
     "finch+adakv", "elastic-cache-text+chunkkv", "elastic-cache-text+criticalkv",  # they move or merge what they choose
     "adakv+chunkkv", "chunkkv+adakv", "defensivekv+chunkkv", "cake+adakv", "cake+criticalkv", "kvzap+adakv",
+    "criticalkv+chunkkv", "snapkv+criticalkv+chunkkv",  # heads protect other entries, together more than the budget
 ])
 def test_nonsense_is_refused_by_name(name: str) -> None:
-    """Combinations that make no sense are refused with both names."""
-    inner, outer = name.split("+")
-
-    with pytest.raises(UserError, match=rf"{inner}\+{outer} makes no sense"):
+    """Combinations that make no sense are refused with all their names."""
+    with pytest.raises(UserError, match=rf"^{re.escape(name)} makes no sense"):
         find_method(name)
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("criticalkv+criticalkv", "criticalkv is in this composition already. Name it once."),
+    ("knorm+adakv+adakv", "adakv is in this composition already. Name it once."),
+    ("defensivekv+adakv", "Use one that does, such as snapkv."),
+    ("adakv+criticalkv", "Put +adakv last: snapkv+criticalkv+adakv."),
+    ("random+adakv+criticalkv", "Put +adakv last: random+criticalkv+adakv."),
+])
+def test_a_refusal_says_what_to_write_instead(name: str, reason: str) -> None:
+    """And a composition that it proposes exists."""
+    with pytest.raises(UserError, match=f"{re.escape(reason)}$"):
+        find_method(name)
+    if ": " in reason:
+        find_method(reason.split(": ")[1].rstrip("."))
 
 
 def kept_by(name: str) -> list[list[int]]:
@@ -147,7 +162,8 @@ def test_a_composition_keeps_other_entries_than_its_scorer(inner: str) -> None:
     alone = kept_by(inner)
 
     assert (kept_by(f"{inner}+adakv") == alone) == (inner in ("compresskv", "lagkv"))
-    assert kept_by(f"{inner}+chunkkv") != alone
+    if inner != "criticalkv":  # refused
+        assert kept_by(f"{inner}+chunkkv") != alone
 
 
 def test_h2o_is_no_scorer() -> None:
