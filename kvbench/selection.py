@@ -39,6 +39,11 @@ class ScoredMethod(Method):
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Score of each entry; infinite for protected ones. [B, H_kv, n] float32"""
 
+    def summed(self, step: Step, kv_heads: int) -> int:
+        """Attention weights of which a score is the sum; 1: it is a mean, or no attention. kv_heads: of the layer."""
+        del step, kv_heads
+        return 1
+
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Once, after the attention of the context's last chunk, so that the prefill itself is exact."""
         if not step.moment.compresses:

@@ -99,6 +99,11 @@ class CompressKV(ScoredMethod):
         """A store that also keeps the last queries, until the compression."""
         return LayerKV(queries=self.window)
 
+    def summed(self, step: Step, kv_heads: int) -> int:
+        """The window's; over the voting heads a score is a mean."""
+        del step, kv_heads
+        return self.window
+
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Pooled attention of the window in the voting heads, for all heads; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None and self.heads is not None

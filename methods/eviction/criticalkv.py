@@ -24,7 +24,7 @@ class CriticalScores(ScoredMethod):
     first_stage: Share = 0.5
     """Share of the budget that the scores alone fill."""
     epsilon: Annotated[float, Ge(0)] = 1e-4
-    """Added to the scores before they are weighed."""
+    """Added to the mean attention before it is weighed."""
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Weighed scores; infinite for the first stage and for protected entries. [B, H_kv, n]"""
@@ -34,7 +34,8 @@ class CriticalScores(ScoredMethod):
         entries = self.entries_in(step.layer, step.window)
         assert entries is not None
         first = top_entries(scores, int(entries * self.first_stage))
-        weighed = (scores + self.epsilon) * projected_norms(kv.values, step, self.card.name).mean(2)
+        raised = scores + self.epsilon * self.summed(step, kv.keys.shape[1])
+        weighed = raised * projected_norms(kv.values, step, self.card.name).mean(2)
         return weighed.masked_fill(scores == torch.inf, torch.inf).scatter(-1, first, torch.inf)
 
 
@@ -44,6 +45,7 @@ class CriticalKV(CriticalScores, SnapKV):
 
     card: ClassVar[Card] = Card(
         name="criticalkv",
+        version="2",
         title="Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
         idea="Dropping an entry changes the output by its attention times its projected value. "
         "Half of the budget goes to the most attended entries, the rest to those with the largest product.",
@@ -55,8 +57,7 @@ class CriticalKV(CriticalScores, SnapKV):
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
-            ("Scores are SnapKV's with its defaults here: pooled and summed over the window, where kvpress takes "
-            "means. So epsilon weighs less than in kvpress."),
+            "Scores are SnapKV's with its defaults here.",
             "The norm of a KV head is the mean over its query heads, as in kvpress.",
         ),
         limits=(

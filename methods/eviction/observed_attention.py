@@ -39,6 +39,10 @@ class ObservedAttention(ScoredMethod):
         """A store with accumulated attention, which is freed after the compression."""
         return LayerKV(column_sums=True)
 
+    def summed(self, step: Step, kv_heads: int) -> int:
+        """Those of the query heads of a KV head; over the queries a score is a mean."""
+        return step.query.shape[1] // kv_heads
+
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Accumulated attention divided by the number of queries that could see the entry. [B, H_kv, n]"""
         queries = kv.seen - kv.logical_positions()

@@ -54,6 +54,11 @@ class SnapKV(ScoredMethod):
         """A store that also keeps the last queries, until the compression."""
         return LayerKV(queries=self.window)
 
+    def summed(self, step: Step, kv_heads: int) -> int:
+        """The window's; over the query heads of a KV head a score is a mean."""
+        del step, kv_heads
+        return self.window
+
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Pooled attention of the window's queries to the entries before it; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None

@@ -116,8 +116,7 @@ CASES = (
          outer={"chunk_length": 16}, note=(
         "`ChunkKVPress` (kvpress/presses/chunkkv_press.py, line 103) keeps a whole number of chunks, here the "
         "budget's; where chunks do not divide it, it keeps fewer entries and kvbench cuts the last chunk.")),
-    Case("criticalkv", "CriticalKVPress(SnapKVPress)", {**SNAPKV, "epsilon": "0.0032"}, SNAP_PRESS, note=(
-        "`epsilon` is 32 times kvpress's, because scores are sums over a window of 32 and kvpress's are means.")),
+    Case("criticalkv", "CriticalKVPress(SnapKVPress)", SNAPKV, SNAP_PRESS),
     Case("cur", "CURPress"),
     Case("lagkv", "FirstOfEqual(LagKVPress)", {"lag": "32"}, {"lag_size": 32}, note=(
         "Ranks are equal across parts, so that ties decide part of the budget. Where a key channel is constant over a "

@@ -90,6 +90,26 @@ def test_the_norm_is_the_group_s_mean_and_small_scores_are_raised(make_step):
     assert method.score(kv, step)[0, 0].tolist() == pytest.approx([0.9 * 2, 0.8 * 3, 0.7 * 2, 0.6 * 3])
 
 
+@pytest.mark.parametrize(("name", "settings", "weights"), [
+    ("criticalkv", {"window": 5, "kernel": 1}, 5), ("pyramidkv+criticalkv", {"window": 5, "kernel": 1}, 5),
+    ("compresskv+criticalkv", {"window": 5, "kernel": 1, "heads": ((0, 2),)}, 5),
+    ("observed-attention+criticalkv", {}, 2),
+])
+def test_epsilon_is_added_to_mean_attention(make_step, name, settings, weights):
+    """Two query heads per KV head: SnapKV adds up the window's attention, the observed one that of both heads."""
+    query, key, output = draw(1, 4, 40, 8), draw(1, 2, 40, 8, seed=1), draw(4, 8, 20, seed=2)
+    step = make_step(query, key, output=output)
+    found = []
+    for epsilon in (0.0, 0.25):
+        method = replace(find_method(name)(first_stage=0.0, epsilon=epsilon), rows=20, length=40, **settings)
+        kv = method.layer(0)
+        kv.append(step)
+        found.append(method.score(kv, step) / projected_norms(kv.values, step, name).mean(2) / weights)
+    raised = (found[1] - found[0])[found[0] < torch.inf]
+    assert torch.allclose(raised, torch.tensor(0.25), atol=1e-5)
+    assert found[0][found[0] < torch.inf].max() <= 1
+
+
 def test_negative_scores_are_refused(make_step):
     """A larger norm would make them worse."""
     step = make_step(draw(1, 1, 4, 2), draw(1, 1, 4, 2), output=torch.ones(1, 2, 1))
