@@ -188,6 +188,16 @@ def test_the_schedule_is_the_authors_with_its_overshoot(
     assert rows == sorted(rows, reverse=True)
 
 
+def test_the_overshoot_is_what_the_card_of_pyramidkv_says() -> None:
+    """With the default window and 32 layers: 0 % at 64 entries; at 47 every layer gets the largest budget."""
+    method = PyramidKV()
+    for entries, share in ((256, "4 % at 256"), (128, "11 % at 128"), (47, "32 % at 47"), (64, "0 % at 64")):
+        rows = schedule(entries, method.window, method.beta, layers=32, length=100_000)
+        assert f"{sum(rows) / (32 * entries) - 1:.0%}".replace("%", f" % at {entries}") == share
+        assert entries == 64 or share in method.card.deviations[0]
+    assert len(set(schedule(47, method.window, method.beta, layers=32, length=100_000))) == 1
+
+
 def test_no_layer_is_given_more_entries_than_there_are() -> None:
     """The lowest layer would get 114 of 112 entries before the window: it gets 112, and the top 2 * 58 - 112 = 4."""
     assert schedule(66, 8, beta=20, layers=2, length=120) == (120, 12)
