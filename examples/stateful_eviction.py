@@ -22,7 +22,7 @@ class StatefulEviction(RollingMethod):
     card: ClassVar[Card] = Card(
         name="mean-attention", title="Mean attention", arxiv="2306.14048", year=2023, family="eviction",
         idea="H2O's sums of attention favor old entries, so the method divides them by the age of the entry.",
-        stages=("compression", "decode"), budget=BudgetKind.STORED, heads="independent", upstream=None,
+        stages=("compression",), budget=BudgetKind.STORED, heads="independent", upstream=None,
     )
 
     def minimum_entries(self) -> int:

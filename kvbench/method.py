@@ -57,7 +57,11 @@ class Card(BaseModel):
     year: int | None
     family: str
     stages: tuple[str, ...]
-    """SCBench's stages of the cache that it changes: generation, compression, retrieval, loading."""
+    """SCBench's stages of the cache that it changes. generation: how and when entries are computed, in the context,
+    in drafts and in steps of diffusion. compression: which entries are stored, and in how many bits, also while
+    decoding. retrieval: which stored entries a token reads. loading: entries come from another prompt, the host or a
+    file.
+    """
     budget: BudgetKind
     calibration: str | None = None
     """Measurements on the model, or training, before a run; None: neither. It ends in `, trained` after training on the

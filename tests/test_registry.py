@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 ROOT = Path(__file__).parents[1]
 TOYS = ROOT / "tests" / "toys" / "toy.py"
+EXAMPLES = [ROOT / "examples" / x for x in ("my_method.py", "merging.py", "stateful_eviction.py")]
 MINE = (ROOT / "examples" / "my_method.py").read_text(encoding="utf-8")
 
 
@@ -58,6 +59,16 @@ def test_parsing_finds_the_same_classes_as_importing(kind, package, base, mark):
         if kind == "method":
             assert entry.facts["budget"] == found.card.budget.value
             assert entry.facts["title"] == found.card.title
+
+
+def test_the_stages_of_cards_mean_the_same_in_all_families():
+    """Eviction while decoding is compression; of evictions, two compute later entries from what they left."""
+    cards = [x.load().card for x in list_entries("method")] + [find_method(str(x)).card for x in EXAMPLES]
+    for card in cards:
+        assert set(card.stages) <= {"generation", "compression", "retrieval", "loading"}, card.name
+        computes = card.family in ("prefill", "lossless", "reuse", "diffusion") or card.name in ("locret", "epicache")
+        assert ("generation" in card.stages) is (computes and bool(card.stages)), card.name
+        assert card.family != "reuse" or not card.stages or "loading" in card.stages, card.name
 
 
 @pytest.mark.slow

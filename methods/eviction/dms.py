@@ -38,7 +38,7 @@ class DMS(KVzap):
         arxiv="2506.05345",
         year=2025,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         calibration="a linear predictor of KVzip+ scores, trained on Python's manual",
         heads="pooled",

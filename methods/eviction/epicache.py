@@ -63,7 +63,7 @@ class EpiCache(Method):
         arxiv="2509.17396",
         year=2025,
         family="eviction",
-        stages=("compression", "loading"),
+        stages=("generation", "compression", "loading"),
         budget=BudgetKind.STORED,
         heads="independent",
         upstream=Upstream(repo="apple/ml-epicache", commit="b742661", license=None),

@@ -29,7 +29,7 @@ class H2O(RollingMethod):
         arxiv="2306.14048",
         year=2023,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         paper_budget="20%",
         heads="independent",

@@ -42,7 +42,7 @@ class Keyformer(RollingMethod):
         arxiv="2403.09054",
         year=2024,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         paper_budget="60%",
         heads="indexed",

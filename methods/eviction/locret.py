@@ -60,7 +60,7 @@ class Locret(Method):
         arxiv="2410.01805",
         year=2024,
         family="eviction",
-        stages=("compression",),
+        stages=("generation", "compression"),
         budget=BudgetKind.STORED,
         calibration="a network per layer that scores entries, trained",
         heads="pooled",

@@ -39,7 +39,7 @@ class RKV(PeriodicMethod):
         arxiv="2505.24133",
         year=2025,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         heads="independent",
         upstream=Upstream(repo="Zefan-Cai/R-KV", commit="cc5a9b9", license=None),

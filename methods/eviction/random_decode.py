@@ -30,7 +30,7 @@ class RandomDecode(RollingMethod):
         arxiv="2609.03430",
         year=2026,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         heads="indexed",
         upstream=None,

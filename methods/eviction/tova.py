@@ -25,7 +25,7 @@ class TOVA(RollingMethod):
         arxiv="2401.06104",
         year=2024,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         paper_budget="512",
         heads="pooled",

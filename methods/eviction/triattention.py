@@ -44,7 +44,7 @@ class TriAttention(PeriodicMethod):
         arxiv="2604.04921",
         year=2026,
         family="eviction",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.STORED,
         paper_budget="2048",
         calibration="query centers, in one pass",

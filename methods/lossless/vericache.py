@@ -55,7 +55,7 @@ class VeriCache(VerifiedOnHost):
         arxiv="2605.17613",
         year=2026,
         family="lossless",
-        stages=("compression", "loading"),
+        stages=("generation", "compression", "loading"),
         budget=BudgetKind.STORED,
         paper_budget="20%",
         heads="pooled",

@@ -45,7 +45,7 @@ class MiKV(TwoPrecisions):
         arxiv="2402.18096",
         year=2024,
         family="quantization",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.BITS,
         heads="independent",
         upstream=None,

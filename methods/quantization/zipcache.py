@@ -46,7 +46,7 @@ class ZipCache(TwoPrecisions):
         arxiv="2405.14256",
         year=2024,
         family="quantization",
-        stages=("generation", "compression"),
+        stages=("compression",),
         budget=BudgetKind.BITS,
         heads="pooled",
         upstream=Upstream(repo="ThisisBillhe/ZipCache", commit="b6932b9", license=None),

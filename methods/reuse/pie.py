@@ -22,7 +22,7 @@ class Pie(ReuseMethod):
         arxiv="2407.03157",
         year=2024,
         family="reuse",
-        stages=("generation",),
+        stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="independent",
         upstream=Upstream(repo="zhenyuhe00/PIE", commit=None, license=None),
