@@ -52,7 +52,7 @@ class ScoredMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n:
             return
-        scores = hide_unseen(self.score(kv, step), kv, step)
+        scores = hide_unseen(self.score(kv, step), kv, step.window)
         refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
             entries = max(entries, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
@@ -105,7 +105,7 @@ class RollingMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n or not step.moment.is_last:
             return
-        scores = hide_unseen(self.score(kv, step, entries), kv, step)
+        scores = hide_unseen(self.score(kv, step, entries), kv, step.window)
         if step.moment is not Moment.DECODE or not scores.is_cuda:
             refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if step.moment.in_context:
@@ -181,11 +181,11 @@ def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
     return ranks < counts[..., None]
 
 
-def hide_unseen(scores: Tensor, kv: LayerKV, step: Step) -> Tensor:
+def hide_unseen(scores: Tensor, kv: LayerKV, window: int | None) -> Tensor:
     """Give entries that no later token sees through a sliding window the lowest score. [B, H_kv, n]"""
-    if step.window is None:
+    if window is None:
         return scores
-    return scores.masked_fill(kv.logical_positions() <= step.seen - step.window, -torch.inf)
+    return scores.masked_fill(kv.logical_positions() <= kv.seen - window, -torch.inf)
 
 
 def protect_last(scores: Tensor, entries: int) -> Tensor:

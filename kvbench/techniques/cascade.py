@@ -66,7 +66,7 @@ class SharedBudgetMethod(ScoredMethod):
             super().evict(kv, step)
         elif step.moment.compresses and self.rows is not None and self.rows < kv.n:
             kv.refuse_frozen()
-            kv.state["score"] = hide_unseen(self.score(kv, step), kv, step)
+            kv.state["score"] = hide_unseen(self.score(kv, step), kv, step.window)
 
     def scored(self, layers: Sequence[LayerKV], step: Step) -> list[LayerKV]:
         """The layers so far that share the budget; empty where this one does not."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
+from kvbench.selection import hide_unseen
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of
 from kvbench.techniques.cascade import fill_water, round_shares
@@ -115,17 +116,20 @@ class WindowKV(Method):
             del layers[group[0]].state["order"]
 
     def rank(self, kv: LayerKV, step: Step) -> Tensor:
-        """Indices of all entries: the last tokens, then windows by their score, in order within. [B, n]"""
+        """Indices of all entries: the last tokens, then windows by their score, in order within. [B, n]
+
+        Entries that no later token sees come last.
+        """
         assert kv.recent_queries is not None
         mass = attention_mass_of(kv.recent_queries, kv, step)  # [B, H_q, n]
         before = max(0, kv.n - self.window)
-        last = torch.arange(before, kv.n, device=mass.device).expand(mass.shape[0], -1)
-        if not before:
-            return last
-        places = torch.arange(before, device=mass.device)
-        scores = score_windows(mass[..., :before], self.review, self.best)
-        ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # [B, windows]
-        return torch.cat([last, (ranks[:, places // self.review] * kv.n + places).argsort(dim=-1)], dim=-1)
+        order = torch.ones(mass.shape[0], 1, kv.n, dtype=torch.float64, device=mass.device)
+        if before:
+            places = torch.arange(before, device=mass.device)
+            scores = score_windows(mass[..., :before], self.review, self.best)
+            ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # [B, windows]
+            order[:, 0, :before] = -(ranks[:, places // self.review] * kv.n + places).double()
+        return hide_unseen(order, kv, step.window)[:, 0].argsort(dim=-1, descending=True, stable=True)
 
 
 def score_windows(mass: Tensor, size: int, share: float) -> Tensor:

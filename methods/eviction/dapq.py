@@ -13,9 +13,9 @@ from kvbench.constraints import Ge, Natural, Odd, Positive
 from kvbench.engine.timing import now
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Moment, Step
-from kvbench.selection import Pool, group_mean, pool_scores, protect_last, top_entries
+from kvbench.selection import Pool, group_mean, hide_unseen, pool_scores, protect_last, top_entries
 from kvbench.store import LayerKV
-from kvbench.store.scores import window_weights_of
+from kvbench.store.scores import attention_mass_of
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -99,10 +99,11 @@ class DapQ(Method):
             session.credit(branch)
         for index, (store, mass) in enumerate(zip(session.layers, masses, strict=True)):
             store.capacity -= probe.shape[1]
-            entries = self.entries_in(index, session.model.layers[index].window)
+            window = session.model.layers[index].window
+            entries = self.entries_in(index, window)
             if entries is not None and entries < store.n:
                 scores = pool_scores(group_mean(mass, store.keys.shape[1]), self.kernel, self.pool)
-                store.keep(top_entries(protect_last(scores, self.recent), entries))
+                store.keep(top_entries(hide_unseen(protect_last(scores, self.recent), store, window), entries))
         session.compress_seconds += now(session.model.device) - started
         return logits
 
@@ -122,7 +123,6 @@ class PseudoPass(Method):
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every entry, normalized over earlier pseudo tokens too. [B, H_q, T, D_v]"""
-        mass = torch.cat([x.sum(3) for x in window_weights_of(step.query, kv, step)], dim=-1).flatten(1, 2)
-        mass = mass[..., : kv.n - (step.seen - self.context)]
+        mass = attention_mass_of(step.query, kv, step)[..., : kv.n - (step.seen - self.context)]
         kv.state["mass"] = kv.state["mass"] + mass if "mass" in kv.state else mass
         return kv.attend(step)

@@ -16,7 +16,7 @@ from kvbench.errors import UserError
 from kvbench.hf.embedder import embed
 from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.method import Budget, BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
-from kvbench.selection import top_entries
+from kvbench.selection import hide_unseen, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.episodic import EpisodicKV
 from kvbench.text.template import Frame
@@ -230,8 +230,7 @@ class EpiCache(Method):
             entries = self.entries_in(index, window)
             assert entries is not None
             if entries < store.n:
-                gone = store.logical_positions() < branch.seen - (window or branch.seen)
-                store.keep(top_entries(found.masked_fill(gone, -torch.inf), entries))
+                store.keep(top_entries(hide_unseen(found, store, window), entries))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvbench.constraints import Positive, Share
 from kvbench.engine.timing import now
 from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.methods.eviction.retaining import collect, gather_inputs, make_heads, split_blocks, train
-from kvbench.selection import protect_last, require_inverse_rotation, top_entries
+from kvbench.selection import hide_unseen, protect_last, require_inverse_rotation, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.layer import SCORE_BYTES
 from kvbench.techniques.calibration import calibration_ids
@@ -130,7 +130,7 @@ class Locret(Method):
             logits = session.run_chunks(ids[:, start:end].split(size, dim=1), moment)
             started = now(ids.device)
             for store, layer in zip(session.layers, session.model.layers, strict=True):
-                self._trim(store, layer.window, end, ended=ended)
+                self._trim(store, layer.window, ended=ended)
             session.compress_seconds += now(ids.device) - started
         return logits
 
@@ -145,15 +145,13 @@ class Locret(Method):
         scores: Tensor = get_module(self.part, nn.ModuleList)[step.layer](gather_inputs(step))
         return (scores.mT * GRID).round() / GRID
 
-    def _trim(self, store: LayerKV, window: int | None, seen: int, *, ended: bool) -> None:
+    def _trim(self, store: LayerKV, window: int | None, *, ended: bool) -> None:
         """Keep the last tokens and the best others. ended: whether that was the context's last block."""
         entries = self.in_window(self.rows, window)
         assert entries is not None
         if entries >= store.n:
             return
-        scores = store.get_entry_state("score")
-        if window is not None:
-            scores = scores.masked_fill(store.logical_positions() < seen - window, -torch.inf)
+        scores = hide_unseen(store.get_entry_state("score"), store, window)
         last = max(1, min(self.local, entries // 4) if ended else int(self.stabilizers * entries))
         store.keep(top_entries(protect_last(scores, last), entries))
 

@@ -9,6 +9,7 @@ from kvbench.engine.agreement import FullCache
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
+from kvbench.kernels.choice import using
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Budget, Method, Moment
 from kvbench.methods.eviction.dapq import DapQ
@@ -67,6 +68,15 @@ def test_entries_are_scored_by_queries_after_the_prompt():
             weights = attention_weights(query, keys, scale=16**-0.5, seen=92)[..., :80]
             best = weights.mean((2, 3)).topk(20).indices.sort(-1).values
             assert positions.equal(best.int())
+
+
+def test_the_scoring_kernel_is_chosen_and_recorded():
+    """As for every method that adds up attention."""
+    model = tiny_model()
+    fitted = DapQ().fit(Budget("rows", 20), model.shape(80))
+    with using("torch") as ran, Session(model, fitted) as session:
+        session.prefill(IDS)
+    assert ran["window_scores"] == "torch"
 
 
 def test_recent_entries_can_be_kept():

@@ -20,6 +20,7 @@ from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.tova import TOVA
+from kvbench.registry import find_method
 from kvbench.selection import best_by_head, group_mean, mark_best, pool_scores, protect_last, top_entries
 
 
@@ -152,3 +153,15 @@ def test_what_must_stay_does_in_a_later_turn(method, length, questions, kept):
         assert all(store.entries_kept() == [length + questions[0]] * 2 for store in session.layers)
         session.question(list(range(questions[1])), 1)
         assert [x.tolist() for store in session.layers for x in store.positions[0]] == [list(kept)] * 4
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("snapkv", {"window": 4}), ("windowkv", {"window": 4, "review": 3}), ("dapq", {}), ("locret", {"steps": 2}),
+])
+def test_no_entry_is_kept_that_no_later_token_sees(name, settings):
+    """A window of 20 tokens after 80: the budget is 19 of its entries, and the first one lies outside from now on."""
+    model = tiny_model(window=20)
+    method = find_method(name)(**settings).bind(model).fit(Budget("rows", 76), model.shape(80))
+    with Session(model, method, capacity=100, track=True) as session:
+        session.prefill(torch.randint(64, (80,), generator=torch.Generator().manual_seed(0)).tolist())
+        assert all(x.positions[0].tolist() == [list(range(61, 80))] * 2 for x in session.layers)
