@@ -14,6 +14,7 @@ from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Moment
 from kvbench.methods.allocation import compresskv
 from kvbench.methods.allocation.compresskv import CompressKV, NeedleRecorder, find_scores, rank_heads
+from kvbench.store.scores import attention_mass_of
 
 
 def draw(*shape, seed=0):
@@ -41,6 +42,18 @@ def test_the_voting_heads_choose_by_pooled_attention(make_step):
     assert torch.allclose(scores[:, 0, :35], wanted, atol=1e-5)
     assert positions[:, 0].equal(positions[:, 1])
     assert positions[:, 0, :10].equal(wanted.topk(10).indices.sort(-1).values.int())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_voters_are_scored_as_among_all_heads(make_step, window):
+    """With positions, a soft cap and learned sinks."""
+    step = make_step(draw(2, 6, 40, 8), draw(2, 2, 40, 8, seed=1), window=window, softcap=5.0, sinks=draw(6, seed=2))
+    method = replace(CompressKV(window=5, kernel=1, heads=((0, 2, 4),)), rows=15, length=40)
+    kv = method.layer(0)
+    kv.track = True
+    kv.append(step)
+    wanted = attention_mass_of(kv.recent_queries, kv, step)[:, [0, 2, 4]].mean(1)
+    assert torch.allclose(method.score(kv, step)[:, 1, :35], wanted[:, :35], atol=1e-6)
 
 
 def test_the_other_heads_change_nothing(make_step):
