@@ -16,7 +16,8 @@ import torch
 
 from kvbench.errors import UserError
 from kvbench.method import Budget, Shape, resolved
-from kvbench.selection import ScoredMethod, best_by_head, hide_unseen, top_entries
+from kvbench.selection import ScoredMethod, best_by_head, hide_unseen, keep_best, top_entries
+from kvbench.store.layer import SCORE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from kvbench.step import Step
     from kvbench.store import LayerKV
 
-SCORE_BYTES = 4
 ROUNDING = 1e-6
 """Added to a bound, so that the last division never asks for an entry that an earlier one dropped."""
 
@@ -33,8 +33,9 @@ ROUNDING = 1e-6
 class SharedBudgetMethod(ScoredMethod):
     """Scores every full-attention layer and decides later what they keep; sliding layers keep their own budget.
 
-    A subclass decides in `end_of_layer`, at the latest with the last layer of `pooled`, and removes what it finds in
-    the layers' `state`.
+    By default the best entries of all heads and layers stay. A subclass that decides otherwise overrides
+    `end_of_layer`; it decides at the latest with the last layer of `pooled`, and removes what it finds in the layers'
+    `state`.
     """
 
     pooled: tuple[int, ...] | None = resolved()
@@ -73,6 +74,12 @@ class SharedBudgetMethod(ScoredMethod):
         if self.pooled is None or "score" not in layers[step.layer].state:
             return []
         return [layers[i] for i in self.pooled if i <= step.layer]
+
+    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
+        """After the last layer that shares the budget, keep the best entries over all heads and layers."""
+        seen = self.scored(layers, step)
+        if self.pooled is not None and self.rows is not None and len(seen) == len(self.pooled):
+            keep_best(seen, [x.state.pop("score") for x in seen], self.rows)
 
 
 @dataclass(frozen=True)
@@ -144,8 +151,11 @@ def fill_water(weights: Tensor, total: int, most: int) -> Tensor:
     return (levels.gather(1, first) * weights).clamp_max(most)
 
 
-def round_shares(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers that add up to `total`: rounded down, and one more for the largest remainders. [B, layers]"""
+def round_shares(shares: Tensor, total: int | Tensor) -> Tensor:
+    """Whole numbers that add up to `total`: rounded down, and one more for the largest remainders. [B, n]
+
+    shares: float64. total: of all sequences, or [B, 1].
+    """
     whole = shares.floor()
     left = total - whole.sum(1, keepdim=True)
     order = (shares - whole).argsort(dim=1, descending=True, stable=True)

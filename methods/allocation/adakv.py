@@ -13,6 +13,7 @@ from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.selection import ScoredMethod, best_by_head, go_around
 from kvbench.store import LayerKV
+from kvbench.techniques.cascade import round_shares
 
 TOTAL = (
     "A layer keeps exactly its budget: fractions are rounded by largest remainder. The rounding of Ada-KV's authors "
@@ -71,7 +72,7 @@ def allocate(scores: Tensor, entries: int, floor: float) -> Tensor:
 
     scores: [B, H_kv, n], infinite for protected entries. floor: share of the budget that every head gets.
     """
-    heads, count = scores.shape[1:]
+    count = scores.shape[2]
     protected = (scores == torch.inf).sum(-1)  # [B, H_kv]
     free = (entries - protected).clamp_min(0)
     open_scores = scores.masked_fill(scores == torch.inf, -torch.inf)
@@ -81,8 +82,4 @@ def allocate(scores: Tensor, entries: int, floor: float) -> Tensor:
     ranked = torch.arange(order.shape[1], device=scores.device) < total  # the layer's top scores
     won = torch.zeros_like(protected).scatter_add_(1, owner, ranked.to(protected.dtype))
     share = won * (1 - floor) + free * floor
-    whole = share.floor().long()
-    left = total - whole.sum(-1, keepdim=True)
-    first = (share - whole).argsort(dim=-1, descending=True, stable=True)
-    extra = torch.zeros_like(whole).scatter_(1, first, (torch.arange(heads, device=scores.device) < left).long())
-    return protected + whole + extra
+    return protected + round_shares(share.double(), total).long()

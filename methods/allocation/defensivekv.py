@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -148,9 +147,3 @@ class LayerDefensiveKV(SharedBudgetMethod, DefensiveScores):
     def select(self, kv: LayerKV, scores: Tensor, entries: int) -> None:
         """Keep the best entries of a sliding layer, in unequal numbers per head."""
         keep_best([kv], [scores], entries)
-
-    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
-        """Keep the best entries of all layers, after the last one that shares the budget."""
-        seen = self.scored(layers, step)
-        if self.pooled is not None and self.rows is not None and len(seen) == len(self.pooled):
-            keep_best(seen, [x.state.pop("score") for x in seen], self.rows)

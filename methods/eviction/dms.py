@@ -15,11 +15,10 @@ from kvbench.methods.eviction.kvzap import KVzap
 from kvbench.selection import mark_best, protect_last
 from kvbench.store import LayerKV
 from kvbench.store.entries import FlatEntries
+from kvbench.store.layer import SCORE_BYTES
 
 if TYPE_CHECKING:
     from kvbench.method import Shape
-
-THRESHOLD_BYTES = SCORE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class DMS(KVzap):
         if self.pooled is None or index not in self.pooled:
             return super().layer_bytes(index, shape, entries)
         plain = LayerKV(ragged=True).bytes_for(layer, shape, entries)
-        return plain + min(self.window, entries // 2) * layer.kv_heads * SCORE_BYTES + THRESHOLD_BYTES
+        return plain + (min(self.window, entries // 2) * layer.kv_heads + 1) * SCORE_BYTES
 
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention over every entry; predicts the new entries' scores. [B, H_q, T, D_v]"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
@@ -14,7 +13,7 @@ from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Step, Upstream, resolved
 from kvbench.methods.eviction.kvzip_plus import KVzipPlus
-from kvbench.selection import keep_best, protect_last
+from kvbench.selection import protect_last
 from kvbench.store import LayerKV
 from kvbench.techniques.calibration import calibrated, calibration_ids, remember
 from kvbench.techniques.cascade import SharedBudgetMethod
@@ -119,13 +118,6 @@ class KVzap(SharedBudgetMethod):
         entries = self.entries_in(step.layer, step.window)
         assert entries is not None
         return min(self.window, entries // 2)
-
-    def end_of_layer(self, layers: Sequence[LayerKV], step: Step) -> None:
-        """After the last layer, keep the best entries over all heads and layers."""
-        stores = self.scored(layers, step)
-        if self.pooled is not None and len(stores) == len(self.pooled):
-            assert self.rows is not None
-            keep_best(stores, [x.state.pop("score") for x in stores], self.rows)
 
 
 @dataclass(frozen=True)

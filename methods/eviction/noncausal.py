@@ -12,8 +12,7 @@ from kvbench.constraints import Positive
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
 from kvbench.selection import ScoredMethod, pool_scores
 from kvbench.store import LayerKV
-
-MASS_BYTES = 4
+from kvbench.store.layer import SCORE_BYTES
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class BlockAttention(ScoredMethod):
         """Bytes of an incomplete block's queries and keys, and of the sums."""
         held = min(shape.length, self.block + self.outer_tokens()[1])
         return super().running_bytes(shape) + sum(
-            held * (x.query_heads + x.kv_heads) * x.key_dim * shape.itemsize + shape.length * x.kv_heads * MASS_BYTES
+            held * (x.query_heads + x.kv_heads) * x.key_dim * shape.itemsize + shape.length * x.kv_heads * SCORE_BYTES
             for x in shape.layers
         )
 

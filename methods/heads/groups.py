@@ -149,7 +149,11 @@ class HeadMethod(Method):
             return LayerKV()
         assert self.order is not None, "call bind first: heads are ranked on a model"
         kept = tuple(sorted(head for layer, head in self.order[: self.retrieval] if layer == index))
-        return HeadGroupsKV(retrieval=kept)
+        return self.make_groups(kept)
+
+    def make_groups(self, retrieval: tuple[int, ...]) -> HeadGroupsKV:
+        """A store in which these KV heads keep every entry."""
+        return HeadGroupsKV(retrieval=retrieval)
 
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Trim streaming heads at the end of the context and after every later forward pass."""

@@ -223,13 +223,9 @@ class LServe(HeadMethod):
         """First entries among this many: proportionally fewer if there are fewer than `sinks` plus `recent`."""
         return min(self.sinks, self.sinks * entries // (self.sinks + self.recent))
 
-    def layer(self, index: int) -> LayerKV:
-        """A store with two groups of heads, or a plain one if every head reads every entry."""
-        if self.streaming is None:
-            return LayerKV()
-        assert self.order is not None, "call bind first: heads are ranked on a model"
-        kept = tuple(sorted(head for layer, head in self.order[: self.retrieval] if layer == index))
-        return LServeKV(retrieval=kept, part=self.part, count=self.pages, interval=self.interval)
+    def make_groups(self, retrieval: tuple[int, ...]) -> LServeKV:
+        """A store in which these KV heads read pages."""
+        return LServeKV(retrieval=retrieval, part=self.part, count=self.pages, interval=self.interval)
 
     @property
     def part(self) -> int:

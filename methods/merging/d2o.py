@@ -19,9 +19,6 @@ from kvbench.selection import best_by_head, protect_first
 from kvbench.store import LayerKV
 from kvbench.techniques.cascade import SharedBudgetMethod, fill_water, round_shares
 
-DEEP = 16
-"""Models with at least this many layers leave the authors' three alone; in smaller models three would be too many."""
-
 
 @dataclass(frozen=True)
 class D2O(SharedBudgetMethod):
@@ -85,7 +82,7 @@ class D2O(SharedBudgetMethod):
         if fitted.pooled is None or fitted.rows is None:
             return replace(fitted, shared_rows=None)
         count = len(shape.layers)
-        whole = ((0, 1, count - 1) if count >= DEEP else ()) if self.whole is None else self.whole
+        whole = diffuse_layers(count) if self.whole is None else self.whole
         if wrong := [x for x in whole if not 0 <= x < count]:
             raise UserError(f"d2o: whole names layer {wrong[0]} of a model of {count}. Allowed: 0 to {count - 1}.")
         pooled = tuple(x for x in fitted.pooled if x not in whole)
@@ -151,6 +148,11 @@ class D2O(SharedBudgetMethod):
             kv.keep(kept.nonzero()[:, 2].view(*kept.shape[:2], -1))
         else:  # sequences of a batch differ
             kv.keep_where(kept)
+
+
+def diffuse_layers(count: int) -> tuple[int, ...]:
+    """The layers of a model that papers leave alone, 0, 1 and the last; none below 16, where three are too many."""
+    return (0, 1, count - 1) if count >= 16 else ()
 
 
 def inequality(sums: Tensor) -> Tensor:

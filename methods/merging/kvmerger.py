@@ -15,16 +15,14 @@ from kvbench.constraints import Ge, Gt, Share
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.kernels.merge_sets import merge_sets
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, resolved
+from kvbench.methods.merging.d2o import diffuse_layers
 from kvbench.selection import top_entries
 from kvbench.store import Fact, LayerKV
 
-PAPER_SKIP = (0, 1, -1)
 PAPER_SHARES = {0.5: (0.17, 0.12), 0.35: (0.08, 0.02)}
 """Shares of the entries that are never merged, by budget: the last ones, and those with the most attention."""
 DEFAULT_SHARE = 0.5
 """The budget whose pair of shares mode=eps uses, which takes no budget."""
-DEEP = 16
-"""Models with at least this many layers skip the paper's three; in smaller models three would be too many."""
 FIRST_SIGMA, REFINEMENTS = 5.0, 2
 """Start and number of rounds of the fixed point iteration."""
 BIAS_BYTES = 4
@@ -243,7 +241,7 @@ class KVMerger(Method):
         return self.skipped is not None and layer in self.skipped
 
     def _skipped(self, layers: int) -> tuple[int, ...]:
-        asked = (PAPER_SKIP if layers >= DEEP else ()) if self.skip is None else self.skip
+        asked = diffuse_layers(layers) if self.skip is None else self.skip
         if wrong := [x for x in asked if not -layers <= x < layers]:
             raise UserError(
                 f"kvmerger: skip names layer {wrong[0]} of a model of {layers}. Allowed: {-layers} to {layers - 1}."

@@ -24,6 +24,7 @@ from kvbench.methods.retrieval.value_gate import (
     train,
 )
 from kvbench.store.chosen import ChosenKV
+from kvbench.store.layer import SCORE_BYTES
 from kvbench.techniques.calibration import calibration_ids
 from kvbench.techniques.parts import find_part, get_module, get_part, load_module, rename_layers
 from kvbench.techniques.reading import ReadingMethod
@@ -35,7 +36,6 @@ AUTHORS = rename_layers(
     r"model\.layers\.(\d+)\.self_attn\.(A|delta\.weight)", {x: x for x in ("A", "delta.weight")}
 )
 """Names of the authors' weights, which are those of the released code."""
-SCORE_BYTES = 4
 TEXT = 256
 """Tokens of a text, where the gates are trained when a run starts; the last quarter stands for the answer."""
 
