@@ -182,9 +182,9 @@ class Session(Stores):
     ) -> Passes[Tokens]:
         """The passes of `answer`."""
         stop = self.model.stop_ids if stop is None else stop
+        self.resume()
         if history is not None:
             with self.fork() as branch:
-                branch.resume()
                 self.answer_started = now(self.model.device)
                 tokens = yield from branch.generate_passes(max_new_tokens, stop)
                 self.answer_ended = now(self.model.device)
@@ -192,7 +192,6 @@ class Session(Stores):
                 self.credit(branch)
             self.remember(history)
             return tokens
-        self.resume()
         self.answer_started = now(self.model.device)
         tokens = yield from self.generate_passes(max_new_tokens, stop)
         self.answer_ended = now(self.model.device)

@@ -61,10 +61,11 @@ def read_reply(job: Job, tokens: Tokens, plain: tuple[list[int], float] | None) 
 def choose_passes(
     job: Job, talk: Session, turn: Turn, ids: EncodedTurn, known: dict[tuple[int, ...], Tensor]
 ) -> Passes[Reply]:
-    """The passes that find the choice with the greatest log-probability. The session does not change.
+    """The passes that find the choice with the greatest log-probability. The session's tokens do not change.
 
     known: logits of continuations that were computed before.
     """
+    talk.resume()
     talk.answer_started = now(job.model.device)
     logprobs = []
     for choice in ids.choices:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvbench.engine.passes import finish
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.quantization.cachegen import CacheGen, CacheGenStream, CodedChunk
+from kvbench.runs.reply import choose_passes
 from kvbench.store.entries import storage_bytes
 from kvbench.store.stream import StreamKV
+from kvbench.task import EncodedTurn, Turn
 
 CONTEXT = [x * 7 % 64 for x in range(80)]
 
@@ -58,6 +62,33 @@ def test_the_stream_is_decoded_before_the_answer_is_timed(history, monkeypatch):
         session.ask([], 4, history=history, stop=frozenset())
         assert len(decoded) == len(model.layers)
         assert max(decoded) <= session.answer_started
+        require_decoded(session)
+        session.ask([7], 4, history=history, stop=frozenset())
+        assert len(decoded) == len(model.layers)
+
+
+def test_the_stream_is_decoded_before_choices_are_timed(monkeypatch):
+    """Once, not by every fork that weighs a choice; the choices read the decoded entries."""
+    model = tiny_model()
+    ids = EncodedTurn((), (), (5, 6), choices=((5, 6), (7,)))
+    turn = Turn("which?", "=", "a", ("a",), 0, ("a", "b"))
+    with Session(model, CacheGen().fit(None, model.shape(80)), capacity=100) as session:
+        session.prefill(CONTEXT)
+        decoded, decode = [], CacheGenStream.decode
+        monkeypatch.setattr(CacheGenStream, "decode", lambda self: decoded.append(perf_counter()) or decode(self))
+        finish(choose_passes(SimpleNamespace(model=model), session, turn, ids, {}))
+        assert len(decoded) == len(model.layers)
+        assert max(decoded) <= session.answer_started
+        require_decoded(session)
+
+
+def require_decoded(session):
+    """The bytes at the end, and those that a step reads, are the decoded entries'."""
+    found = session.memory()
+    assert found.stored_bytes < found.end_full_bytes
+    assert found.read_bytes_per_step == found.distinct_read_bytes_per_step == found.end_stored_bytes
+    assert found.end_stored_bytes == found.end_full_bytes
+    assert found.peak_bytes >= found.end_bytes >= found.end_full_bytes
 
 
 def test_the_context_is_a_stream_until_the_next_token(make_step):

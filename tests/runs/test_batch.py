@@ -97,6 +97,18 @@ MODES = {
 }
 
 
+@pytest.mark.parametrize("batch", ["1", "3"])
+def test_an_answer_to_a_visible_question_reads_the_decoded_stream(model_folder, tmp_path, batch):
+    """One at a time, and where the questions of a conversation are asked ahead."""
+    request = make_request(
+        model_folder, tmp_path, method="cachegen", mode="multi-turn", samples=1, batch=batch
+    )
+    found = [x.bytes for x in make_lines(request)[1]]
+    assert found[0].stored_bytes < found[0].end_full_bytes
+    assert [x.read_bytes_per_step for x in found] == [x.end_full_bytes for x in found]
+    assert found[0].peak_bytes >= found[0].end_bytes >= found[0].end_full_bytes
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("batch", ["2", "7"])
 @pytest.mark.parametrize("mode", MODES)
