@@ -74,6 +74,8 @@ class VerifiedKV(LayerKV):
     """Passes over the target that gave tokens: verifications, and of a drafter the pass before its first round."""
     generated: int = field(default=0, init=False)
     """Tokens that these passes gave."""
+    chosen_bytes: int = field(default=0, init=False)
+    """Bytes of the target that were read after rounds, to choose the draft's entries anew and to copy them."""
     _ready: bool = field(default=False, init=False)
 
     def prepare(self) -> None:
@@ -133,7 +135,7 @@ class VerifiedKV(LayerKV):
         """An independent copy with its own counters."""
         other = copy.copy(self)
         other.target, other.draft = self.target.fork(), self.draft.fork()
-        other.drafted = other.passes = other.generated = 0
+        other.drafted = other.passes = other.generated = other.chosen_bytes = 0
         return other
 
     def credit(self, branch: LayerKV) -> None:
@@ -142,6 +144,7 @@ class VerifiedKV(LayerKV):
         self.drafted += branch.drafted
         self.passes += branch.passes
         self.generated += branch.generated
+        self.chosen_bytes += branch.chosen_bytes
         self.target.credit(branch.target)
         self.draft.credit(branch.draft)
 
@@ -174,11 +177,11 @@ class VerifiedKV(LayerKV):
 
     def read_bytes(self) -> int:
         """Bytes that drafting and verification read per generated token; before the first, those of the target."""
-        return self._per_token(self.draft.read_bytes(), _entry_bytes(self.target))
+        return self._per_token(self.draft.read_bytes(), _entry_bytes(self.target), self.chosen_bytes)
 
     def distinct_read_bytes(self) -> int:
         """As `read_bytes`, with an entry of the draft counted once that several query heads read."""
-        return self._per_token(self.draft.distinct_read_bytes(), _entry_bytes(self.target))
+        return self._per_token(self.draft.distinct_read_bytes(), _entry_bytes(self.target), self.chosen_bytes)
 
     def tier_read_bytes(self) -> tuple[int, int]:
         """The parts of `read_bytes` that come from the host and from a file."""
@@ -188,8 +191,9 @@ class VerifiedKV(LayerKV):
         from_host, from_file = self.draft.tier_read_bytes()
         return self._per_token(from_host, host), self._per_token(from_file, file)
 
-    def _per_token(self, draft: int, target: int) -> int:
-        return (self.drafted * draft + self.passes * target) // self.generated if self.generated else target
+    def _per_token(self, draft: int, target: int, chosen: int = 0) -> int:
+        total = self.drafted * draft + self.passes * target + chosen
+        return total // self.generated if self.generated else target
 
     def entries_kept(self) -> list[int]:
         """Entries that the draft holds of each (batch, KV head)."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
 from kvbench.constraints import Natural, Positive
-from kvbench.method import BudgetKind, Card, Method, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Method, Round, Shape, Step, Upstream
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.lossless.verified import Verified
 from kvbench.store import LayerKV
@@ -42,7 +42,7 @@ class TriForce(Verified):
         "theirs. Each level verifies the tokens of the level below, up to the full cache.",
         arxiv="2404.11912",
         year=2024,
-        version="3",
+        version="4",
         family="lossless",
         stages=("generation", "retrieval"),
         budget=BudgetKind.READ,
@@ -69,7 +69,7 @@ class TriForce(Verified):
     )
 
     @cached_property
-    def drafter(self) -> Method:
+    def drafter(self) -> Retrieved:
         """The two lower levels."""
         return Retrieved(
             draft_length=self.window_length, window_budget=self.window_budget, sinks=self.sinks, chunk=self.chunk,
@@ -88,10 +88,33 @@ class TriForce(Verified):
     def evict(self, kv: LayerKV, step: Step) -> None:
         """Slide the window, and retrieve chunks with the last query whenever every entry has been read."""
         super().evict(kv, step)
-        assert isinstance(kv, VerifiedKV) and isinstance(kv.draft, VerifiedKV)
-        entries = self.entries_in(step.layer, step.window)
-        if step.moment.is_last and isinstance(kv.draft.target, RetrievedKV):
-            kv.draft.target.retrieve(kv.target, step, self.chunk, entries)
+        assert isinstance(kv, VerifiedKV)
+        if step.moment.is_last and step.seen == kv.seen:  # a round gives its tokens one by one
+            _find_retrieved(kv).retrieve(kv.target, step, self.chunk, self.entries_in(step.layer, step.window))
+
+    def follow(self, kv: VerifiedKV, step: Step) -> None:
+        """Give a verified token to the lower levels, and count what retrieval reads after the last one of a round."""
+        super().follow(kv, step)
+        if step.seen == kv.seen:
+            kv.chosen_bytes += _find_retrieved(kv).retrieved_bytes
+
+    def declared_read_bytes(self, shape: Shape) -> int:
+        """Bytes of a token if every drafted one is rejected, with a retrieval."""
+        return super().declared_read_bytes(shape) + self.retrieval_bytes(shape)
+
+    def round(self, shape: Shape) -> Round:
+        """A draft in rounds, a pass over everything, and a retrieval."""
+        found = super().round(shape)
+        return found._replace(read_bytes=found.read_bytes + self.retrieval_bytes(shape))
+
+    def retrieval_bytes(self, shape: Shape) -> int:
+        """Bytes that a retrieval reads: the keys of all chunks if it chooses, and the entries that it copies."""
+        keys = 0
+        for index, layer in enumerate(shape.layers):
+            count = shape.entries(layer)
+            if choose_chunks(count, self.chunk, self.entries_in(index, layer.window)) is not None:
+                keys += layer.kv_heads * layer.key_dim * (count // self.chunk * self.chunk)
+        return keys * shape.itemsize + self.drafter.target_bytes(shape)
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,9 @@ def choose_chunks(count: int, chunk: int, entries: int | None) -> int | None:
 class RetrievedKV(LayerKV):
     """Copies of another store's first chunk, of those that a query attends to most, and of the entries after them."""
 
+    retrieved_bytes: int = field(default=0, init=False)
+    """Bytes that the last retrieval read: keys of the chunks that it chose from, and the entries that it copied."""
+
     def append(self, step: Step) -> None:
         """Add a forward's entries; those of the context are copied once it is complete."""
         if step.moment.in_context:
@@ -157,10 +183,11 @@ class RetrievedKV(LayerKV):
         self.seen, self._window, self.track = source.seen, step.window, self.track or step.window is not None
         if self.track:
             held["position"] = source.logical_positions().to(torch.int32).expand(*source.keys.shape[:2], -1)
-        chosen = choose_chunks(count, chunk, entries)
+        chosen, scored = choose_chunks(count, chunk, entries), 0
         if chosen is not None:
             full = count // chunk * chunk
             means = source.keys[:, :, :full].unflatten(2, (-1, chunk)).float().mean(3)  # [B, H_kv, n / chunk, D]
+            scored = source.keys[:, :, :full].nbytes
             query = step.query[:, :, -1:].float().unflatten(1, (means.shape[1], -1)).squeeze(3)  # [B, H_kv, G, D]
             scores = (query @ means.mT).mean(2)  # [B, H_kv, n / chunk]
             if step.window is None:  # a window has slid past the context's first chunk
@@ -170,9 +197,16 @@ class RetrievedKV(LayerKV):
             rest = torch.arange(full, count, device=best.device).expand(*best.shape[:2], -1)
             index = torch.cat([inside.flatten(2), rest], dim=-1)
             held = {name: gather(x, index) for name, x in held.items()}
+        self.retrieved_bytes = scored + sum(x.nbytes for x in held.values())
         buffer, found = self._buffer, held["key"].shape[2]
         if buffer is None or buffer.tensors.keys() != held.keys() or found + self.slack > buffer.capacity:
             self._replace(held, (max(self.capacity, found) if chosen is None else found) + self.slack)
         else:
             buffer.write(0, held)
             self.n = found
+
+
+def _find_retrieved(kv: VerifiedKV) -> RetrievedKV:
+    """The chunks of a layer with three levels."""
+    assert isinstance(kv.draft, VerifiedKV) and isinstance(kv.draft.target, RetrievedKV)
+    return kv.draft.target

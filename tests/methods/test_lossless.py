@@ -282,25 +282,37 @@ def test_the_first_chunk_and_the_highest_mean_product_are_retrieved(make_step):
 
 @pytest.mark.parametrize("budget", [1.0, 0.2])
 def test_read_bytes_of_triforce_are_those_of_its_passes(monkeypatch, budget):
-    """Every pass over the chunks, that of the first drafted token, too; one over T tokens had T - 1 drafts."""
-    passes = []
-    attend = RetrievedKV.attend
+    """Every pass over the chunks, that of the first drafted token, too; one over T tokens had T - 1 drafts.
+
+    After a round all keys are read to choose chunks, of 8 entries, and the entries that are copied; before the first
+    round this belongs to the prefill.
+    """
+    passes, chosen = [], []
+    attend, retrieve = RetrievedKV.attend, RetrievedKV.retrieve
 
     def count(store, step):
         passes.append(step.query.shape[2])
         return attend(store, step)
 
+    def choose(store, source, *rest):
+        retrieve(store, source, *rest)
+        key = 2 * 16 * 4  # 2 KV heads, 16 channels of float32
+        chosen.append((0 if budget == 1.0 else source.n // 8 * 8 * key) + store.n * 2 * key)
+
     monkeypatch.setattr(RetrievedKV, "attend", count)
+    monkeypatch.setattr(RetrievedKV, "retrieve", choose)
     method = find_method("triforce")(draft_length=6, window_length=2, window_budget=LENGTH, sinks=4)
     with open_session(method, tiny_model(), Budget("fraction", budget)) as session:
         session.prefill(CONTEXT)
         assert passes == []
+        chosen.clear()
         found = session.answer(8, stop=NEVER_STOP).speculation
+        assert len(chosen) == found.rounds * len(session.layers)
         stores = find_stores(session)
         tokens = passes[::len(stores)]  # the layers take turns
         if budget == 1.0:  # all accepted: a pass for the first of 6 tokens, and two rounds of 2 + 1 and 1 + 1
             assert (found.rounds, found.accepted, tokens) == (1, 6, [1, 3, 2])
-        for outer in stores:
+        for layer, outer in enumerate(stores):
             inner = outer.draft
             assert inner.passes == len(tokens) == len(passes) / len(stores)
             assert (inner.drafted, inner.generated) == (sum(x - 1 for x in tokens), outer.drafted)
@@ -308,6 +320,7 @@ def test_read_bytes_of_triforce_are_those_of_its_passes(monkeypatch, budget):
                 storage_bytes(x.tensors()) - x.spare_bytes() for x in (inner.target, inner.draft, outer.target)
             )
             read = inner.passes * chunks + inner.drafted * window + outer.passes * full
+            read += sum(chosen[layer::len(stores)])
             assert read - outer.drafted - outer.generated < outer.read_bytes() * outer.generated <= read
 
 
