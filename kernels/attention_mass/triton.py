@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvbench.kernels.attention_mass.torch import joint_lse
@@ -17,6 +18,8 @@ def attention_mass(
 ) -> Tensor:
     """Attention mass of each entry over the queries and heads of its group; see `torch.attention_mass`."""
     assert window is None or positions is None or logical is not None, "a window needs both positions"
+    if not len(at):  # the first pass cannot start without queries
+        return query.new_zeros(keys.shape[:3], dtype=torch.float32)
     return weigh(
         query, keys, scale=scale, seen=0, lse=lse, window=window, positions=positions, softcap=softcap, sinks=sinks,
         at=at, logical=logical,

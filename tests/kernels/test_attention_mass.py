@@ -73,6 +73,13 @@ def test_triton_equals_the_reference(at, options, triton, attention, error):
     assert error(found, naive.attention_mass(query, keys, at, **options)) < 1e-5
 
 
+def test_triton_gives_no_mass_without_queries(triton, attention):
+    """A chunk of a prompt may hold no probe."""
+    query, keys, _ = attention((6, 2), 0, 40)
+    found = attention_mass(*triton([query, keys, AT[:0]]), scale=0.3)
+    assert found.cpu().equal(naive.attention_mass(query, keys, AT[:0], scale=0.3).float())
+
+
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("given", [True, False], ids=["lse given", "lse found"])
