@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.check.traces import look_at
-from kvbench.check.trial import NotApplicableError
+from kvbench.check.trial import NotApplicableError, find_tensors
 from kvbench.diffusion.policy import Denoised, Denoising, Policy, denoise
 from kvbench.diffusion.sample import Uncached
 from kvbench.diffusion.sampling import Sampling
@@ -133,17 +133,10 @@ def committed_tokens_are_computed(policy: Policy) -> str:
 def bytes_are_counted(policy: Policy) -> str:
     """The reported bytes include every tensor of the stores."""
     most = 0
-
-    def tensors(value: object) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        return [x for part in inner for x in tensors(part)]
-
     for name, model, sampling in _taken(policy):
         def look(d: Denoising, accepted: Tensor, name: str = name) -> None:
             del accepted
-            held = storage_bytes(x for store in d.stores for x in tensors(vars(store)))
+            held = storage_bytes(find_tensors(d.stores))
             counted = sum(x.nbytes() for x in d.stores)
             assert counted >= held, f"{name}: its stores hold {held} bytes and count {counted}"
 

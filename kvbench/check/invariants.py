@@ -19,7 +19,6 @@ import torch
 from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
 from kvbench.check.trial import NotApplicableError
 from kvbench.diffusion.policy import Policy
-from kvbench.errors import UserError
 from kvbench.hf.tiny import placed
 from kvbench.method import Method
 
@@ -96,8 +95,8 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
         except NotApplicableError as reason:
             detail, passed = f"not applicable: {reason}", True
         except AssertionError as failure:
-            detail, passed = str(failure) or "failed", False
-        except (UserError, Exception) as error:  # noqa: BLE001  # a user's method may raise anything
+            detail, passed = (str(failure) or "an assertion failed") + _find_place(kind, failure), False
+        except Exception as error:  # noqa: BLE001  # a user's method may raise anything
             text = str(error).splitlines()[0] if str(error) else ""
             detail, passed = f"{type(error).__name__}: {text}{_find_place(kind, error)}", False
         outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))

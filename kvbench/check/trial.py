@@ -16,7 +16,7 @@ from kvbench.engine.recording import InexactPrefillError, Recording
 from kvbench.engine.session import Session
 from kvbench.engine.shared import record
 from kvbench.errors import UserError
-from kvbench.hf import Model
+from kvbench.hf import Model, Rope
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Method
 from kvbench.runs.journal import Effect
@@ -148,6 +148,21 @@ def cut(recording: Recording, chunk: int) -> Recording:
         steps = [x.part(part, seen=end, moment=moment) for x in whole.steps]
         passes.append(replace(whole, start=start, ids=whole.ids[:, part], steps=steps))
     return Recording(passes)
+
+
+def find_tensors(value: object, known: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor that is reachable from a value through containers and attributes; not those of rotary embeddings.
+
+    known: ids of the objects that were looked at.
+    """
+    known = set() if known is None else known
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in known and not isinstance(value, Rope | type):
+        known.add(id(value))
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        for part in (*inner, *vars(value).values()) if hasattr(value, "__dict__") else inner:
+            yield from find_tensors(part, known)
 
 
 def find_entries(session: Session) -> list[list[Tensor]] | None:
