@@ -60,6 +60,18 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def find_file_system(path: Path) -> str | None:
+    """The type of the file system that holds a path, as Linux names it; None: not known."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    rows = [x.split() for x in mounts]  # device, place, type; a later row covers an earlier one
+    kinds = {Path(place.replace("\\040", " ")): kind for _, place, kind, *_ in rows}
+    holding = [x for x in kinds if path.resolve().is_relative_to(x)]
+    return kinds[max(holding, key=lambda x: len(x.parts))] if holding else None
+
+
 def has_bfloat16_units() -> bool:
     """Whether the CPU multiplies in bfloat16 itself; others convert every number and are several times slower.
 

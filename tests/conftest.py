@@ -50,6 +50,14 @@ def _any_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _any_file_system() -> Iterator[None]:
+    """Entries may be in files, also where the folder for temporary files is in memory, as in some containers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.machine.find_file_system", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Files of the user's own runs are neither read nor written."""
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench import machine
 from kvbench.errors import FileTierError
+
+IN_MEMORY = {"tmpfs", "ramfs"}
+"""File systems without a disk: a file there would be another tier than its name says."""
 
 
 class FileEntries:
@@ -23,7 +27,8 @@ class FileEntries:
         """Write the entries. [B, H_kv, n, W]
 
         Raises:
-            FileTierError: the disk is full, or there is none, or TMPDIR is no folder that can be written to.
+            FileTierError: the disk is full, or there is none, or TMPDIR is no folder that can be written to, or in
+                memory.
         """
         self._device, self._dtype = entries.device, entries.dtype
         self.entry_bytes = entries.shape[3] * entries.itemsize
@@ -36,6 +41,9 @@ class FileEntries:
             self._file, name = tempfile.mkstemp(prefix="kvbench-")
             weakref.finalize(self, os.close, self._file)
             Path(name).unlink()
+            kind = machine.find_file_system(Path(name).parent)
+            if kind in IN_MEMORY:
+                raise _describe("written to", f"it is on {kind}, which is memory")
             while data:
                 data = data[os.write(self._file, data) :]
             os.fsync(self._file)

@@ -6,13 +6,16 @@ import errno
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvbench import machine
 from kvbench.engine.session import Session
 from kvbench.errors import FileTierError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.machine import find_file_system
 from kvbench.method import Budget
 from kvbench.methods.retrieval.pqcache import PQCache
 from kvbench.store.file import FileEntries
@@ -106,6 +109,32 @@ def test_the_folder_that_was_given_is_not_replaced(folder, monkeypatch):
         FileEntries(torch.randn(1, 1, 3, 2))
     monkeypatch.setenv("TMPDIR", str(folder))
     assert FileEntries(torch.randn(1, 1, 3, 2)).nbytes == 3 * 2 * 4
+
+
+@pytest.mark.parametrize(("mounts", "found"), [
+    ("/dev/vda / ext4 rw 0 0\ntmpfs {place} tmpfs rw 0 0\n", "tmpfs"), ("none {place} ramfs rw 0 0\n", "ramfs"),
+    ("tmpfs / tmpfs rw 0 0\n/dev/vda {place} ext4 rw 0 0\n", None), ("tmpfs {part} tmpfs rw 0 0\n", None), (None, None),
+])
+def test_a_folder_in_memory_is_refused(folder, monkeypatch, mounts, found):
+    """A file there would be memory. The longest mount point that holds the folder decides; without a list, none."""
+    def read(path, **_):
+        assert str(path) == "/proc/self/mounts"
+        if mounts is None:
+            raise FileNotFoundError
+        return mounts.format(place=escaped, part=escaped[:-1])
+
+    place = folder / "with space"
+    place.mkdir()
+    escaped = str(place).replace(" ", r"\040")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(machine, "find_file_system", find_file_system)
+    monkeypatch.setattr(Path, "read_text", read)
+    if found is None:
+        assert FileEntries(torch.randn(1, 1, 3, 2)).nbytes == 3 * 2 * 4
+    else:
+        with pytest.raises(FileTierError, match=rf"with space: it is on {found}, which is memory\. .*TMPDIR"):
+            FileEntries(torch.randn(1, 1, 3, 2))
+    assert list(place.iterdir()) == []
 
 
 def test_a_vanished_disk_is_one_line(folder, monkeypatch):
