@@ -175,7 +175,7 @@ def _reuse(result: Result) -> list[tuple[str, str]]:
     ))]
     if found.mismatched or found.refused or found.loaded:
         rows.append(("chunks", (
-            f"{found.loaded} from files, {found.mismatched} of other owners or damaged, {found.refused} not kept"
+            f"{found.loaded} from files, {found.mismatched} of other owners or damaged, {found.refused} not written"
         )))
     if found.ttft_in_hand_s is not None and result.latency.ttft_s is not None:
         building = "" if found.loaded else f", {result.latency.ttft_s:.2f} s with building them"

@@ -205,7 +205,7 @@ class ReuseLine(Record):
     mismatched: int
     """Misses of chunks that were there for another model, method or template, or damaged."""
     refused: int
-    """Chunks that were not kept, for want of room."""
+    """Chunks that could not be written to the folder of chunks; this sample still uses them."""
     loaded: int = 0
     """Hits of chunks in files, which an earlier run or sample computed."""
     chunk_bytes: int

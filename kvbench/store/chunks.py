@@ -78,19 +78,17 @@ def _hash(content: object) -> str:
 class ChunkStore:
     """Chunks by owner and tokens, in memory, and in files if there is a folder.
 
-    limit: most bytes of all chunks in memory; None: no limit.
     device: where chunks from files are put.
     """
 
     folder: Path | None = None
-    limit: int | None = None
     device: str = "cpu"
     hits: int = 0
     misses: int = 0
     mismatched: int = 0
     """Misses of chunks that are there for other owners, or damaged."""
     refused: int = 0
-    """Chunks that were not kept, for want of room."""
+    """Chunks that could not be written to the folder; this sample still uses them."""
     loaded: int = 0
     """Chunks that were read from files: an earlier run or sample computed them."""
     _held: dict[tuple[str, str], Chunk] = field(default_factory=dict)
@@ -115,17 +113,10 @@ class ChunkStore:
         return None
 
     def put(self, owner: Owner, name: str, chunk: Chunk) -> None:
-        """Keep a chunk, if there is room."""
-        if self.limit is not None and self.nbytes + chunk.nbytes > self.limit:
-            self._refuse(f"the store of chunks is full: {self.limit:,} bytes are allowed")
-            return
+        """Keep a chunk, and write it to the folder if there is one."""
         self._held[owner.sha, name] = chunk
         if self.folder is not None:
             self._write(owner, name, chunk)
-
-    def _refuse(self, reason: str) -> None:
-        _say_once(f"{reason}. Chunks that are not kept are computed again.")
-        self.refused += 1
 
     def _path(self, owner: Owner, name: str) -> Path:
         assert self.folder is not None
@@ -137,7 +128,10 @@ class ChunkStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, _describe(owner, name), _flatten(chunk))
         except (OSError, SafetensorError) as error:
-            self._refuse(f"chunks could not be written to {self.folder}: {error}")
+            _say_once(
+                f"chunks could not be written to {self.folder}: {error}: later samples and runs compute them again."
+            )
+            self.refused += 1
 
     def _read(self, owner: Owner, name: str) -> Chunk | None:
         path = self._path(owner, name)
