@@ -2,9 +2,12 @@
 
 from kvbench.kernels.choice import operation
 from kvbench.kernels.pack import torch
-from kvbench.kernels.pack.torch import BITS, Codes, code_planes, look_up, packed_width
+from kvbench.kernels.pack.torch import BITS, PARAMETER_BYTES, Codes, code_planes, look_up, packed_width
 
-__all__ = ["BITS", "Codes", "code_planes", "dequantize", "look_up", "pack", "packed_width", "quantize", "unpack"]
+__all__ = [
+    "BITS", "PARAMETER_BYTES", "Codes", "code_planes", "dequantize", "look_up", "pack", "packed_width", "quantize",
+    "unpack",
+]
 
 dequantize = operation(torch.dequantize)
 pack = operation(torch.pack)

@@ -16,6 +16,8 @@ from torch import Tensor
 BITS = (2, 3, 4, 8)
 PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 """Bits of the vectors that a vector of codes is split into, lowest bits first."""
+PARAMETER_BYTES = 4
+"""A scale and a minimum in float16."""
 
 
 @dataclass(frozen=True)

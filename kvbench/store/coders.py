@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.pack import Codes, dequantize, look_up, packed_width, quantize
+from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, look_up, packed_width, quantize
 from kvbench.store.rotation import hadamard
 
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
 CHANNEL_BYTES = NORM_BYTES = 2
 
 Parts = dict[str, Tensor]

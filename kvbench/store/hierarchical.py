@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.dense_attention import dense_attention
-from kvbench.kernels.pack import Codes, dequantize, pack, packed_width, quantize
+from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, pack, packed_width, quantize
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
@@ -18,8 +18,6 @@ from kvbench.store.verified import VerifiedKV
 
 HALF = 4
 """Bits of each half."""
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
-from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize, unpack
+from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, packed_width, quantize, unpack
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
@@ -19,8 +19,6 @@ from kvbench.store.blocks import AppendedBlock, Residual
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, LayerKV
 
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
 COUNT_BLOCK = 1024
 """Entries whose codes are counted at a time."""
 

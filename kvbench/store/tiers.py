@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.attention_mass import attention_mass, joint_lse
-from kvbench.kernels.pack import Codes, dequantize, packed_width, quantize
+from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, packed_width, quantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
@@ -20,8 +20,6 @@ from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
 
-PARAMETER_BYTES = 4
-"""A scale and a minimum in float16."""
 BALANCER_BYTES = 4
 EXACT = 16
 """Bits that stand for the model's own type."""
