@@ -15,7 +15,7 @@ from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
 from kvbench.store.file import FileEntries
-from kvbench.store.host import HostEntries
+from kvbench.store.host import HostEntries, host_fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
 
@@ -197,8 +197,8 @@ class ChosenKV(SelectiveKV):
         return [x + self.apart for x in super().entries_kept()]
 
     def facts(self) -> dict[str, Fact]:
-        """Counters of the reads, entries on a simulated host, and layers that read everything."""
+        """Counters of the reads, entries on the host, and layers that read everything."""
         found = super().facts()
-        if isinstance(self.tier, HostEntries) and self.tier.simulated:
-            found["entries_on_simulated_host"] = Fact(self.apart * len(super().entries_kept()))
+        if isinstance(self.tier, HostEntries):
+            found.update(host_fact(self.apart * len(super().entries_kept()), self.keys.device))
         return {**found, **({} if self.selective else {"layers_dense": Fact(1)})}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.store.entries import FlatEntries
 from kvbench.store.facts import Fact
+from kvbench.store.host import host_fact
 from kvbench.store.layer import LayerKV
 
 
@@ -56,5 +57,7 @@ class EpisodicKV(LayerKV):
         self.episodes = []
 
     def facts(self) -> dict[str, Fact]:
-        """Counters for the effect check, by name."""
-        return {**super().facts(), "episodes_loaded": Fact(self.loads)}
+        """Counters for the effect check, by name, and the entries of all episodes on the host."""
+        entries = sum(x["key"].shape[:3].numel() for x in self.episodes)
+        host = host_fact(entries, self.keys.device) if self.episodes else {}
+        return {**super().facts(), "episodes_loaded": Fact(self.loads), **host}

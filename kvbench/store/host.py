@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.store.facts import Fact
+
 
 class HostEntries:
     """Entries that were moved to the host, pinned, and are fetched one by one.
@@ -36,3 +38,8 @@ class HostEntries:
         found = torch.empty(shape, dtype=self.entries.dtype, pin_memory=not self.simulated)
         torch.index_select(self.entries.flatten(0, 2), 0, places.cpu(), out=found)
         return found.to(self._device, non_blocking=True)
+
+
+def host_fact(entries: int, device: torch.device) -> dict[str, Fact]:
+    """The counter of entries in host memory, over all heads. device: of attention; a CPU's host is simulated."""
+    return {"entries_on_simulated_host" if device.type == "cpu" else "entries_on_host": Fact(entries)}

@@ -14,7 +14,7 @@ from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_parti
 from kvbench.step import Step
 from kvbench.store.entries import gather, storage_bytes
 from kvbench.store.facts import Fact
-from kvbench.store.host import HostEntries
+from kvbench.store.host import HostEntries, host_fact
 from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
 
@@ -243,5 +243,5 @@ class LowRankKV(SelectiveKV):
         if self._chunks is None:
             return {**super().facts(), "layers_dense": Fact(1)}
         entries = self._entries_apart() * len(super().entries_kept())
-        tier = "entries_on_simulated_host" if self._chunks.values.simulated else "entries_on_host"
-        return {**super().facts(), "entries_factored": Fact(entries, changed=True), tier: Fact(entries)}
+        host = host_fact(entries, self.keys.device)
+        return {**super().facts(), "entries_factored": Fact(entries, changed=True), **host}

@@ -12,6 +12,7 @@ from kvbench.budget import LayerShape, Shape
 from kvbench.step import Step
 from kvbench.store.entries import storage_bytes
 from kvbench.store.facts import Fact
+from kvbench.store.host import host_fact
 from kvbench.store.layer import LayerKV
 
 
@@ -203,8 +204,7 @@ class VerifiedKV(LayerKV):
         """Counters of the draft, and the target's entries in host memory."""
         if not isinstance(self.target, HostKV) or self.target.device is None:
             return self.draft.facts()
-        name = "entries_on_simulated_host" if self.target.device.type == "cpu" else "entries_on_host"
-        return {**self.draft.facts(), name: Fact(sum(self.target.entries_kept()))}
+        return {**self.draft.facts(), **host_fact(sum(self.target.entries_kept()), self.target.device)}
 
 
 def _entry_bytes(store: LayerKV) -> int:

@@ -17,7 +17,8 @@ from kvbench.leaderboard.verification import fresh_seed, levels
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
-from kvbench.leaderboard.verification.measurements import LATER
+from kvbench.leaderboard.verification.measurements import LATER, check_measurements
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.leaderboard.verification.rerun import _check_agreement
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare_rerun
 from kvbench.leaderboard.verification.verify import verify
@@ -81,6 +82,18 @@ def test_a_journal_of_kvbench_0_1_is_rerun(snapkv, verify_with):
     assert leave_out(LATER["bytes"]).level == "L1"
     refused = next(x.reason for x in leave_out(LATER["bytes"][:1]).checks if x.outcome == "refused")
     assert "its bytes.end_stored_bytes is None" in refused
+
+
+def test_a_journal_without_the_counter_of_host_entries_is_compared_without_it(snapkv):
+    """Methods that did not count them do now; where both count, they must agree."""
+    def count(line, n):
+        facts = {**line.effect.facts, "entries_on_simulated_host": n}
+        return line.model_copy(update={"effect": line.effect.model_copy(update={"facts": facts})})
+
+    line = snapkv.bundle.lines[0]
+    check_measurements([(line, count(line, 900))], [True])
+    with pytest.raises(RefusedError, match="entries_on_simulated_host is 500"):
+        check_measurements([(count(line, 500), count(line, 900))], [True])
 
 
 @pytest.mark.slow

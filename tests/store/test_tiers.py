@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from kvbench import machine
+from kvbench.check.trial import CONTEXT, open_at_budget
 from kvbench.engine.session import Session
 from kvbench.errors import FileTierError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.machine import find_file_system
 from kvbench.method import Budget
 from kvbench.methods.retrieval.pqcache import PQCache
+from kvbench.registry import find_method
+from kvbench.store.facts import Fact
 from kvbench.store.file import FileEntries
-from kvbench.store.host import HostEntries
+from kvbench.store.host import HostEntries, host_fact
 
 
 def ids(count, seed=1):
@@ -83,6 +86,19 @@ def test_a_tier_changes_where_entries_are_and_nothing_else(folder, tier):
     fetched = ours.host_read_bytes_per_step if tier == "host" else ours.file_read_bytes_per_step
     assert 0 < fetched < ours.read_bytes_per_step
     assert fetched % model.shape(1).full_bytes != 0 or fetched > 0
+
+
+@pytest.mark.parametrize(("name", "settings", "numbers"), [
+    ("pqcache", {"tier": "host"}, 2), ("shadowkv", {}, 1), ("epicache", {}, 2), ("snapkv+vericache", {}, 2),
+])
+def test_entries_on_the_host_are_counted(name, settings, numbers):
+    """On a CPU as on a simulated host: as many as their bytes hold. numbers: keys and values, or values alone."""
+    method = find_method(name)(**settings)
+    with open_at_budget(method, tiny_model()) as session:
+        session.prefill(CONTEXT)
+        found = session.memory().host_bytes
+        assert session.effect().facts["entries_on_simulated_host"] == found // (numbers * 16 * 4) > 0
+    assert host_fact(3, torch.device("cuda")) == {"entries_on_host": Fact(3)}
 
 
 def test_a_full_disk_is_one_line(folder, monkeypatch):

@@ -15,7 +15,7 @@ from kvbench.runs.provenance import find_files
 EARLY = Effect.model_fields["maxima"].default
 """The maxima of lines that do not name theirs."""
 COUNTER = re.compile(r"[a-z]+(_[a-z]+)*")
-HOLDERS = {"facts", "reads"}
+HOLDERS = {"facts", "reads", "host_fact"}
 """Functions that return counters, and attributes that hold them."""
 
 

@@ -37,6 +37,7 @@ LATER = {
     "bytes": ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step",
               "host_read_bytes_per_step", "file_read_bytes_per_step"),
     "tokens": ("reference",),
+    "effect.facts": ("entries_on_host", "entries_on_simulated_host"),
 }
 """Fields that were added after kvbench 0.1, by the part that they belong to."""
 
@@ -70,10 +71,17 @@ def check_measurements(pairs: Sequence[tuple[Line, Line]], equal: Sequence[bool]
 def _leave_out_later(stated: dict[str, Any], found: dict[str, Any]) -> None:
     """Remove the fields that a journal of an earlier kvbench does not have."""
     for part, names in LATER.items():
-        if stated.get(part) is not None and all(stated[part].get(name) is None for name in names):
+        ours, theirs = (_find_part(document, part) for document in (found, stated))
+        if all(theirs.get(name) is None for name in names):
             for name in names:
-                for document in (stated, found):
-                    (document.get(part) or {}).pop(name, None)
+                for document in (ours, theirs):
+                    document.pop(name, None)
+
+
+def _find_part(document: dict[str, Any], path: str) -> dict[str, Any]:
+    for name in path.split("."):
+        document = document.get(name) or {}
+    return document
 
 
 def _check_means(pairs: Sequence[tuple[Line, Line]]) -> None:
