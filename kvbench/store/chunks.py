@@ -129,7 +129,7 @@ class ChunkStore:
             write_sealed(path, _describe(owner, name), _flatten(chunk))
         except (OSError, SafetensorError) as error:
             _say_once(
-                f"chunks could not be written to {self.folder}: {error}: later samples and runs compute them again."
+                f"chunks could not be written to {self.folder}: {error}. Later samples and runs compute them again."
             )
             self.refused += 1
 
