@@ -129,4 +129,4 @@ def test_a_folder_that_cannot_be_written_says_so_once(tmp_path, capsys):
         store.put(OWNER, name_chunk((), (token,)), make(token))
     assert store.get(OWNER, name_chunk((), (1,))) is not None
     assert store.refused == 3
-    assert capsys.readouterr().err.count("later samples and runs compute them again") == 1
+    assert capsys.readouterr().err.count("Later samples and runs compute them again") == 1
