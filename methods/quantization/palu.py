@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Palu(CodedMethod):
 
     subspaces: str | None = resolved(by_bind=True)
     """SHA-256 of the subspaces and biases of all layers."""
+    biased: tuple[tuple[int, ...], tuple[int, ...]] | None = resolved(by_bind=True)
+    """The layers whose projection of keys has a bias, and those whose projection of values has one."""
 
     card: ClassVar[Card] = Card(
         name="palu",
@@ -96,7 +99,19 @@ class Palu(CodedMethod):
             for attention, x in zip(model.attentions, model.layers, strict=True)
         )
         recorder = ProjectionRecorder(heads=self.group, biases=biases)
-        return replace(self, subspaces=calibrate(model, recorder, self.tokens, recorder.summarize))
+        keys, values = (tuple(i for i, x in enumerate(kind) if x.any()) for kind in zip(*biases, strict=True))
+        found = calibrate(model, recorder, self.tokens, recorder.summarize)
+        return replace(self, subspaces=found, biased=(keys, values))
+
+    def rebind(self, resolution: Mapping[str, object], shape: Shape) -> Self:
+        """Take the layers with biases from a result (`UserError` unless they are layers of the model)."""
+        biased: Any = resolution.get("biased")
+        if biased is None:
+            return self
+        if len(biased) != 2 or any(layer not in range(len(shape.layers)) for layers in biased for layer in layers):
+            raise UserError("palu: biased does not name layers of the model, for keys and for values.")
+        keys, values = (tuple(layers) for layers in biased)
+        return replace(self, biased=(keys, values))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Refuse groups that do not divide the heads, unequal widths, and a rank of zero (`UserError`)."""
@@ -119,12 +134,12 @@ class Palu(CodedMethod):
 
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """Subspaces of keys and of values."""
-        if self.subspaces is None:
-            keys = values = None
-        else:
-            keys, values = calibrated(self.subspaces, layer)
-        return (LatentCoder.of(keys, self.rank, self.group, self.bits),
-                LatentCoder.of(values, self.rank, self.group, self.bits))
+        found = (None, None) if self.subspaces is None else calibrated(self.subspaces, layer)
+        keys, values = (
+            LatentCoder.of(x, self.rank, self.group, self.bits, biased=layer in layers)
+            for x, layers in zip(found, self.biased or ((), ()), strict=True)
+        )
+        return keys, values
 
     def layer(self, index: int) -> LayerKV:
         """A store of keys before rotation."""
@@ -143,20 +158,22 @@ class LatentCoder(Coder):
     rank: float
     group: int
     bits: int
+    biased: bool = False
+    """Whether the model's projection has a bias."""
     basis: Tensor | None = None
     """Orthonormal columns by group of heads. [H_kv / g, g * D, g * r] float16; None: not found yet."""
     bias: Tensor | None = None
-    """The bias of the model's projection. [H_kv, D] float32; None: nothing."""
+    """That bias. [H_kv, D] float32; None: there is none, or it is not found yet."""
 
     @classmethod
-    def of(cls, found: Tensor | None, rank: float, group: int, bits: int) -> Self:
+    def of(cls, found: Tensor | None, rank: float, group: int, bits: int, *, biased: bool = False) -> Self:
         """The coder of the first vectors of each group. found: see `ProjectionRecorder`; None: not found yet."""
         if found is None:
-            return cls(rank, group, bits)
+            return cls(rank, group, bits, biased)
         heads, channels = found.shape[1:3]
         basis = found[..., : heads * int(rank * channels)].flatten(1, 2).half()
-        bias = found[..., -1].flatten(0, 1).clone()  # a view would keep all vectors alive
-        return cls(rank, group, bits, basis, bias if bias.any() else None)
+        bias = found[..., -1].flatten(0, 1).clone() if biased else None  # a view would keep all vectors alive
+        return cls(rank, group, bits, biased, basis, bias)
 
     def _find(self, heads: int) -> tuple[Tensor, int]:
         assert self.basis is not None, "call bind first: subspaces are found on the model"
@@ -193,7 +210,7 @@ class LatentCoder(Coder):
 
     def fixed_bytes(self, width: int, heads: int) -> int:
         """The basis and the bias."""
-        bias = 0 if self.bias is None else BIAS_BYTES
+        bias = BIAS_BYTES if self.biased else 0
         return heads * width * (min(self.group, heads) * int(self.rank * width) * NUMBER_BYTES + bias)
 
     def tensors(self) -> list[Tensor]:

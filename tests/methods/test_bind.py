@@ -17,6 +17,7 @@ from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.expected_attention import ExpectedAttention
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.registry import find_method, list_entries
+from tests.methods.test_palu import biased_model
 
 
 def with_rope(**changes: bool) -> Model:
@@ -72,7 +73,16 @@ def test_known_rotations_are_served() -> None:
 ))
 def test_a_result_without_the_model_declares_the_same_bytes(name: str) -> None:
     """As verification has it: bound by the saved resolution, the method resolves and declares the same."""
-    model = load_model("mini")
+    check_bytes_without(load_model("mini"), name)
+
+
+def test_a_result_without_the_model_counts_biases() -> None:
+    """Palu stores those of the model, of which the shape says nothing."""
+    check_bytes_without(biased_model(), "palu")
+
+
+def check_bytes_without(model: Model, name: str) -> None:
+    """Compare the declared bytes of a bound method and of one that is bound by the saved resolution."""
     shape, kind = model.shape(512), find_method(name)
     budget = Budget.parse("50%") if kind.card.budget in (BudgetKind.STORED, BudgetKind.READ) else None
     fitted = kind().bind(model).fit(budget, shape)

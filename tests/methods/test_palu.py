@@ -74,7 +74,7 @@ def test_a_bias_costs_no_precision_and_no_rank(bits, most):
     x = draw(1, 2, 200, 8) @ draw(8, 16, seed=1) / 8**0.5
     bias = 300 * draw(2, 16, seed=2)
     biased = x + bias[:, None]
-    coder = LatentCoder.of(find_vectors(biased, 1, bias), 0.5, 1, bits)
+    coder = LatentCoder.of(find_vectors(biased, 1, bias), 0.5, 1, bits, biased=True)
     assert (coder.decode(coder.encode(biased), 16) - biased).square().mean().sqrt() < most
 
 
@@ -83,7 +83,7 @@ def test_bytes_at_128_channels():
     assert LatentCoder(0.5, 4, 16).entry_bytes(128) == 128
     assert LatentCoder(0.5, 4, 4).entry_bytes(128) == 32 + 4
     assert LatentCoder(0.5, 4, 16).fixed_bytes(128, 8) == 2 * (4 * 128) * (4 * 64) * 2
-    biased = LatentCoder(0.5, 4, 16, bias=torch.ones(8, 128))
+    biased = LatentCoder(0.5, 4, 16, biased=True)
     assert biased.fixed_bytes(128, 8) == 2 * (4 * 128) * (4 * 64) * 2 + 8 * 128 * 4
 
 
@@ -129,6 +129,7 @@ def test_biases_of_a_model_are_apart_and_their_bytes_count():
     assert keys.bias[0, 3] == keys.bias[1, 4] == 300
     assert values.bias[0, 5] == -7
     assert others.bias is None
+    assert method.biased == ((0,), (0,))
     with Session(model, method, capacity=90) as session, Session(model, Full(), capacity=90) as full:
         for x in (session, full):
             x.prefill(CONTEXT)
@@ -154,3 +155,10 @@ def test_settings_that_cannot_be_are_refused(settings, message):
     """With the reason."""
     with pytest.raises(UserError, match=message):
         Palu(**settings).fit(None, tiny_model(4, 4).shape(80))
+
+
+@pytest.mark.parametrize("biased", [[[0], [2]], [[0]]])
+def test_biases_of_layers_that_the_model_lacks_are_refused(biased):
+    """A result that is verified names keys' and values' layers."""
+    with pytest.raises(UserError, match="biased does not name layers"):
+        Palu().rebind({"biased": biased}, tiny_model().shape(80))
