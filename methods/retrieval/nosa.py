@@ -102,12 +102,17 @@ class Nosa(ReadingMethod):
     )
 
     def __post_init__(self) -> None:
-        """Refuse blocks that strides do not divide (`UserError`)."""
+        """Refuse blocks that strides do not divide, and shares that leave no block to the scores (`UserError`)."""
         super().__post_init__()
         if self.block % STRIDES:
             raise UserError(
                 f"nosa: block={self.block} is not a multiple of {STRIDES}, the strides of a block. Use "
                 f"block={self.block // STRIDES * STRIDES or STRIDES} or {-(-self.block // STRIDES) * STRIDES}."
+            )
+        if self.local + self.aware >= 1:
+            raise UserError(
+                f"nosa: local={self.local:g} and aware={self.aware:g} leave no block to the scores. Use shares whose "
+                "sum is less than 1."
             )
 
     def minimum_entries(self) -> int:
@@ -116,14 +121,17 @@ class Nosa(ReadingMethod):
 
     def divide(self, blocks: int) -> tuple[int, int, int]:
         """Of a budget's blocks those of local, query-aware and query-agnostic choice; the first block is apart."""
-        local, aware = max(1, round(self.local * blocks)), round(self.aware * blocks)
-        return local, aware, max(0, blocks - 1 - local - aware)
+        left = blocks - 1
+        local = min(max(1, round(self.local * blocks)), left)
+        aware = min(round(self.aware * blocks), left - local)
+        return local, aware, left - local - aware
 
     def bind(self, model: Model) -> Self:
         """Find the weights of the gates, or train them."""
         sha256 = find_part(
             "nosa", model, self.weights, lambda: self._train(model),
-            f"Python's manual, {self.steps} steps in blocks of {self.block}", AUTHORS,
+            f"Python's manual, {self.steps} steps in blocks of {self.block}, local={self.local:g}, "
+            f"aware={self.aware:g}", AUTHORS,
         )
         load_module("nosa", model, sha256, lambda: make_gates(model))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)

@@ -225,3 +225,25 @@ def test_a_block_that_strides_do_not_divide_is_refused():
     """With the nearest that they do."""
     with pytest.raises(UserError, match=r"block=10 is not a multiple of 4.*block=8 or 12"):
         Nosa(block=10)
+
+
+@pytest.mark.parametrize(("local", "aware"), [(0.5, 0.5), (1.0, 0.0), (0.25, 0.8)])
+def test_shares_that_leave_no_block_to_the_scores_are_refused(local, aware):
+    """Together with the first block they would be more than the budget."""
+    with pytest.raises(UserError, match="leave no block to the scores"):
+        Nosa(local=local, aware=aware)
+
+
+@pytest.mark.parametrize(("local", "aware"), [(0.25, 0.25), (0.5, 0.49), (0.95, 0.0), (0.0, 0.95)])
+def test_the_parts_of_a_budget_are_the_budget(local, aware):
+    """For every number of blocks: where rounded shares and the first block are more, a share is less."""
+    for blocks in range(4, 40):
+        parts = Nosa(local=local, aware=aware).divide(blocks)
+        assert min(parts) >= 0
+        assert 1 + sum(parts) == blocks
+
+
+def test_gates_are_trained_again_for_another_division_of_the_budget():
+    """Training reads the blocks of local and query-aware choice, so its weights are those of these settings."""
+    parts = {fitted(aware=aware)[0].part for aware in (0.25, 0.6)}
+    assert len(parts) == 2
