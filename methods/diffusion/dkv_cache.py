@@ -140,7 +140,7 @@ class DkvCachePrefill(Policy):
 class DkvCachePd(DkvCacheDecode):
     """Combines Prefill and Decode."""
 
-    refresh: int = 4
+    refresh: Positive = 4
 
     card: ClassVar[Card] = Card(
         name="dkv-cache-pd", title="dKV-Cache-PD", models="diffusion",

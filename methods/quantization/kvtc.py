@@ -93,9 +93,14 @@ class Kvtc(StreamMethod):
         return replace(self, components=calibrate(model, recorder, self.tokens, recorder.summarize))
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
-        """Refuse a budget, and keys and values of other widths (`UserError`); resolve the exact entries."""
+        """Refuse a budget, unequal widths, and layers without a bit (`UserError`); resolve the exact entries."""
         if any(x.key_dim != x.value_dim for x in shape.layers):
             raise UserError("kvtc: keys and values of unequal width are not supported. Use another method.")
+        channels = min(x.kv_heads * x.key_dim for x in shape.layers)
+        if not round(self.bits * channels):
+            raise UserError(
+                f"kvtc: bits={self.bits:g} gives a layer of {channels} channels no bit. Use {1 / channels:.2g} or more."
+            )
         last = min(RECENT, shape.length // 4) if self.recent is None else self.recent
         return replace(super().fit(budget, shape), exact=self.sinks + last)
 

@@ -351,6 +351,7 @@ def test_a_regime_without_meaning_is_refused(model, one, fill, method, how, mess
 
 @pytest.mark.parametrize(("kind", "settings", "message"), [
     (DkvCacheDecode, {"refresh": 0}, "refresh must be 1 or more, got 0"),
+    (DkvCachePd, {"refresh": 0}, "refresh must be 1 or more, got 0"),
     (DkvCacheDecode, {"first": 0}, "first must be 1 or more, got 0"),
     (WindowDiffusion, {"active": 9, "window": 8}, "active must be at most window 8, got 9"),
     (LocalLeap, {"relaxed": 1.5}, "relaxed must be between 0 and 1, got 1.5"),

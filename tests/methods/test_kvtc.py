@@ -100,3 +100,11 @@ def test_settings_that_cannot_be_are_refused():
     """A budget: the text decides."""
     with pytest.raises(UserError, match="no budget"):
         Kvtc().fit(Budget("fraction", 0.25), tiny_model().shape(80))
+
+
+def test_a_layer_without_a_bit_is_refused():
+    """With the fewest bits per element that are one for the layer's 32 channels."""
+    shape = tiny_model().shape(80)
+    with pytest.raises(UserError, match=r"bits=0.001 gives a layer of 32 channels no bit. Use 0.031 or more"):
+        Kvtc(bits=0.001).fit(None, shape)
+    Kvtc(bits=0.031).fit(None, shape)
