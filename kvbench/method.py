@@ -293,6 +293,11 @@ class Method:
         del shape
         return 0
 
+    def copied_bytes(self, shape: Shape) -> int:
+        """Bytes of the context that every fork copies, where its stores share the entries."""
+        del shape
+        return 0
+
     def later_bytes(self, shape: Shape, tokens: int) -> int:
         """Upper bound of the room for this many later tokens: full-precision entries and the method's own data."""
         return -(-tokens * max(shape.full_bytes, self.declared_bytes(shape)) // shape.length)

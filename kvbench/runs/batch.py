@@ -181,7 +181,7 @@ def resolve_batch(asked: int | None, job: Job, fitted: Method, shape: Shape, cap
 def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capacity: int) -> int:
     """Bytes of a batch's caches: two full caches during prefill and comparison, and what is held of each context.
 
-    An answer has its own entries after the context, and a copy of them; stores that overwrite entries copy the context.
+    An answer has its own entries after the context, and a copy of them, and of what its store overwrites.
     """
     try:
         stored = fitted.declared_bytes(shape)
@@ -189,7 +189,7 @@ def predict_bytes(batch: int, spec: RunSpec, fitted: Method, shape: Shape, capac
         stored = shape.full_bytes
     later = (capacity - shape.length) * shape.full_bytes // shape.length
     stores = [fitted.layer(x) for x in range(len(shape.layers))]
-    copied = stored if any(x.bounded or x.entry_state for x in stores) else 0
+    copied = stored if any(x.bounded or x.entry_state for x in stores) else fitted.copied_bytes(shape)
     contexts, questions = divide_batch(batch, spec)
     forks = spec.turns if spec.mode is Mode.MULTI_TURN and questions > 1 else questions  # one for each turn (ask_ahead)
     full = 2 * shape.full_bytes + fitted.running_bytes(shape)

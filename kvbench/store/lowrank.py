@@ -89,6 +89,11 @@ class Factoring:
         """Bytes that a step reads if slots hold all chunks that it selects."""
         return self.stored_bytes(layer, shape) - self.chunks * self.size * self.rank * shape.itemsize
 
+    def slot_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the slots, which every fork copies."""
+        chunk = self.size * (layer.key_dim + layer.value_dim) * shape.itemsize
+        return layer.kv_heads * self.slots * (chunk + INDEX_BYTES)
+
     def host_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes in host memory: the values of the chunks stored apart."""
         return self.apart * self.size * layer.kv_heads * layer.value_dim * shape.itemsize

@@ -178,6 +178,12 @@ class InstInfer(ReadingMethod):
         """Bytes of the keys by channel and of the sum of the values."""
         return layer.kv_heads * (shape.length * layer.key_dim * shape.itemsize + layer.value_dim * SUM_BYTES)
 
+    def copied_bytes(self, shape: Shape) -> int:
+        """Bytes of the keys by channel and of the sum of the values, which are written in place."""
+        if self.identity(shape):
+            return 0
+        return sum(self.index_bytes(x, shape) for i, x in enumerate(shape.layers) if self.chooses(i, x.window))
+
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of some channels of all keys, of the sum of the values, and of the entries read."""
         assert self.key_channels is not None

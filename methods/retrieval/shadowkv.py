@@ -161,6 +161,10 @@ class ShadowKV(Method):
         """Bytes of factored layers, and of the others in full."""
         return self._sum(shape, Factoring.stored_bytes, shape.layer_bytes)
 
+    def copied_bytes(self, shape: Shape) -> int:
+        """Bytes of the slots, which are written in place."""
+        return self._sum(shape, Factoring.slot_bytes, lambda _: 0)
+
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes that a step reads if none of its chunks is in a slot already."""
         return self._sum(shape, Factoring.read_bytes, shape.layer_bytes)

@@ -11,6 +11,10 @@ import torch
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.hf.tiny import tiny_model
+from kvbench.method import Budget
+from kvbench.methods.retrieval.instinfer import InstInfer
+from kvbench.methods.retrieval.shadowkv import ShadowKV
 from kvbench.runs import batch as batching
 from kvbench.runs.batch import divide_batch, predict_bytes
 from kvbench.runs.examples import make_examples
@@ -19,6 +23,7 @@ from kvbench.runs.lines import SampleFailedError, fail
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
+from kvbench.store.entries import storage_bytes
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 CHANGED = {"times": None, "batch": None, "started": "", "seconds": 0.0, "agreement": None}
@@ -226,15 +231,30 @@ def test_a_batch_counts_the_questions_that_a_context_has(model_folder, tmp_path)
     assert 8 < len(lines) < 12
 
 
-def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path):
+@pytest.mark.parametrize("method", ["h2o", "instinfer", "shadowkv"])
+def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path, method):
     """All questions of a conversation are asked before the first batch of answers."""
     later, found = 20, []
     for mode in ("multi-request", "multi-turn"):
-        job = prepare(make_request(model_folder, tmp_path, method="h2o", mode=mode, turns=6, batch="2"))
+        job = prepare(make_request(model_folder, tmp_path, method=method, mode=mode, turns=6, batch="2"))
         shape = job.model.shape(160)
-        found.append(predict_bytes(2, job.spec, job.method.fit(job.budget, shape), shape, 160 + later))
-        copied = job.method.fit(job.budget, shape).declared_bytes(shape)
+        fitted = job.method.fit(job.budget, shape)
+        found.append(predict_bytes(2, job.spec, fitted, shape, 160 + later))
+        copied = fitted.declared_bytes(shape) if method == "h2o" else fitted.copied_bytes(shape)
     assert found[1] - found[0] == 4 * (2 * later * shape.full_bytes // shape.length + copied)
+
+
+@pytest.mark.parametrize("method", [InstInfer(), ShadowKV()])
+def test_bytes_that_a_fork_copies_are_those_that_its_method_declares(method):
+    """Entries are shared; keys by channel, and slots with their numbers, are not."""
+    model = tiny_model()
+    shape = model.shape(160)
+    fitted = method.fit(Budget.parse("25%"), shape)
+    with Session(model, fitted, capacity=160) as session:
+        session.prefill([x * 7 % 64 for x in range(160)])
+        held = [x for store in session.layers for x in store.tensors()]
+        forked = [x for store in session.fork().layers for x in store.tensors()]
+        assert storage_bytes([*held, *forked]) - storage_bytes(held) == fitted.copied_bytes(shape) > 0
 
 
 def test_differences_are_counted_in_16_bits(model_folder, tmp_path):
