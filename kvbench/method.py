@@ -173,6 +173,16 @@ class Method:
         return self.card.budget
 
     @property
+    def calibration(self) -> str | None:
+        """Measurements or training before a run with these settings; the card's unless a setting changes it."""
+        return self.card.calibration
+
+    @property
+    def own_card(self) -> Card:
+        """The card with the calibration of these settings, as a result has it."""
+        return self.card.model_copy(update={"calibration": self.calibration})
+
+    @property
     def is_exact(self) -> bool:
         """Whether its card declares that logits are the full cache's, so that nothing is compared."""
         return self.budget_kind is BudgetKind.NONE and not self.reads_parts

@@ -122,14 +122,14 @@ def label_results(results: Sequence[Result]) -> list[str]:
 def name_training(result: Result) -> str:
     """Calibration, training on the tasks, or training on another text before the run; empty without any.
 
-    Only training on the tasks excludes a run from ranks. The cards in older results lack calibration, so the registered
-    cards count, too.
+    Only training on the tasks excludes a run from ranks. The cards in older results lack calibration, so the
+    registered ones count.
     """
     if result.budget.trained:
         return "trained on the tasks"
-    parts = () if result.method.code else result.method.name.split("+")
+    card, parts = result.method.card, () if result.method.code else result.method.name.split("+")
     known = [x.facts.get("calibration") for x in list_entries("method") if x.name in parts]
-    found = {name_preparation(x) for x in (result.method.card.get("calibration"), *known)}
+    found = {name_preparation(x) for x in ([card["calibration"]] if "calibration" in card else known)}
     return "trained on another text" if "trained" in found else "calibrated" if "calibrated" in found else ""
 
 

@@ -68,7 +68,7 @@ def summarize(
     return Result(
         run_id=spec.run_id, status="failed" if error else "ok", error=error, suite=spec.suite, spec=spec,
         model=spec.model,
-        method=MethodResult(**spec.method.model_dump(), card=job.method.card.model_dump(mode="json")),
+        method=MethodResult(**spec.method.model_dump(), card=job.method.own_card.model_dump(mode="json")),
         task=spec.task, mode=spec.mode, visibility=spec.visibility, history=spec.history,
         budget=BudgetResult(asked=spec.budget, kind=job.method.budget_kind.value, resolved=job.resolution),
         n_samples=spec.samples, n_scored=len({x.index for x in good if x.score is not None}), n_failed=len(failed),

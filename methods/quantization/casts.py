@@ -49,6 +49,11 @@ class CastMethod(CodedMethod):
             )
         return super().fit(budget, shape)
 
+    @property
+    def calibration(self) -> str | None:
+        """The largest magnitudes, unless scales are one."""
+        return None if self.scale == "one" else "the largest magnitudes, in one pass"
+
     def bind(self, model: Model) -> Self:
         """Find the largest magnitudes, once per process and model, unless scales are one."""
         if self.scale == "one":

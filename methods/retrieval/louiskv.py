@@ -91,6 +91,11 @@ class LouisKV(ReadingMethod):
         ),
     )
 
+    @property
+    def calibration(self) -> str | None:
+        """Nothing where the threshold is given."""
+        return self.card.calibration if self.threshold is None else None
+
     def bind(self, model: Model) -> Self:
         """Calibrate the threshold, unless it is given."""
         if self.threshold is not None:

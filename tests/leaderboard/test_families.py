@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "allocated": ("snapkv+adakv", {"mode": "multi-turn", "turns": 2, "visibility": "hidden"}),
     "again": ("snapkv", {"mode": "multi-turn", "turns": 2, "visibility": "hidden", "recompress": True}),
     "slots": ("shadowkv", {"length": 512, "mode": "multi-turn", "turns": 2, "visibility": "hidden"}),
+    "scales": ("fp8", {"method_settings": ("scale=tensor",)}),
     "shipped": ("ftp", {"budget": "60%"}),
     "trained": ("dms", {"budget": "95%"}),
     "within budget": ("kvzap", {"budget": "999"}),

@@ -181,3 +181,10 @@ def test_vectors_without_whole_blocks_are_refused():
     narrow = replace(shape, layers=(replace(shape.layers[0], key_dim=24),))
     with pytest.raises(UserError, match="blocks of 16"):
         Nvfp4().fit(None, narrow)
+
+
+def test_only_scales_that_are_measured_are_a_calibration():
+    """Of the settings, and so of the card in a result."""
+    assert Fp8().own_card == Fp8.card
+    for method in (Fp8(scale="tensor"), Fp8(scale="head"), Nvfp4(scale="tensor")):
+        assert method.own_card.calibration == "the largest magnitudes, in one pass"

@@ -98,6 +98,8 @@ def test_a_given_threshold_is_not_calibrated(monkeypatch):
     """It is the one that decides."""
     monkeypatch.setattr(louiskv, "calibrate", None)
     assert LouisKV(threshold=0.7).bind(tiny_model()).turn == 0.7
+    assert LouisKV(threshold=0.7).own_card.calibration is None
+    assert LouisKV().own_card == LouisKV.card
 
 
 def test_a_result_gives_the_threshold_back():

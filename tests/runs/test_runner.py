@@ -110,6 +110,15 @@ def test_a_result_has_the_documented_names(kvbench, arguments):
     assert {"kind", "n_acted", "n"} <= result["effect"].keys()
 
 
+@pytest.mark.parametrize(("scale", "calibration"), [
+    ("one", None), ("tensor", "the largest magnitudes, in one pass"),
+])
+def test_the_card_in_a_result_has_the_calibration_of_its_settings(kvbench, arguments, scale, calibration):
+    """Scales of one are not measured."""
+    result = kvbench(*arguments, "--method", "fp8", "--set", f"scale={scale}").json
+    assert result["method"]["card"]["calibration"] == calibration
+
+
 def test_visibility_does_not_change_prompts(kvbench, arguments, tmp_path):
     """Prompts are equal in every mode; with a full cache so are the answers."""
     for mode in ("--visibility=visible", "--visibility=hidden"):

@@ -89,23 +89,29 @@ def _gather(name: str, groups: Sequence[Group]) -> MethodPage:
     found = [(group, tuple(x for x in group.rows if x.result.method.name == name)) for group in groups]
 
     result = max((row.listed for _, rows in found for row in rows), key=lambda x: x.priority).result
+    return MethodPage(name, _find_card(result), result, tuple((group, rows) for group, rows in found if rows))
+
+
+def _find_card(result: Result) -> Card:
+    """The registered card with the run's settings, or else the run's own."""
     try:
-        card = find_known_method(result.spec)[0].card
+        return find_known_method(result.spec)[0].own_card
     except (UnverifiableError, RefusedError):
-        card = Card.model_validate(result.method.card)
-    return MethodPage(name, card, result, tuple((group, rows) for group, rows in found if rows))
+        return Card.model_validate(result.method.card)
 
 
 def _describe_method(method: MethodPage) -> list[tuple[str, str]]:
     card = method.card
     settings: dict[str, set[str]] = {}
-    for run in (row.result for _, rows in method.groups for row in rows):
+    runs = [row.result for _, rows in method.groups for row in rows]
+    before = {_find_card(run).calibration or "nothing" for run in runs}
+    for run in runs:
         for key, value in run.method.settings.items():
             settings.setdefault(key, set()).add(write_value(value))
     return [
         ("family", method.result.method.family), ("version", card.version), ("budget kind", card.budget.value),
         ("the paper's budget", card.paper_budget or "none"), ("heads", card.heads),
-        ("changes", ", ".join(card.stages) or "nothing"), ("before a run", card.calibration or "nothing"),
+        ("changes", ", ".join(card.stages) or "nothing"), ("before a run", "; ".join(sorted(before))),
         *((f"setting {key}", ", ".join(sorted(values))) for key, values in settings.items()),
     ]
 

@@ -122,7 +122,7 @@ def check_card(result: Result, method: Method | None) -> tuple[Card, Check]:
         raise RefusedError("method", f"its card describes {quote(stated.name)} version {quote(stated.version)}")
     if method is None:
         return stated, flag("method", "its card is the submitter's and was not checked")
-    ours = method.card
+    ours = method.own_card
     for key in ("family", "budget", "models"):
         known = (ours.budget, method.budget_kind) if key == "budget" else (getattr(ours, key),)
         if getattr(stated, key) not in known:

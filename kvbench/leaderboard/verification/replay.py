@@ -37,7 +37,7 @@ _cache: OrderedDict[str, list[Made]] = OrderedDict()
 class MethodStub:
     """The part of a method that a summary needs: its card, and what its settings declare."""
 
-    card: Card
+    own_card: Card
     budget_kind: BudgetKind
     exact: bool
     """Whether its logits are declared to be the full cache's, so that nothing is compared."""
