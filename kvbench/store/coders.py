@@ -89,16 +89,17 @@ def _signs_by_byte(device: torch.device) -> Tensor:
     return (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1) * 2.0 - 1
 
 
-def as_norm(x: Tensor) -> Tensor:
-    """Norms in float16.
+def as_half(x: Tensor) -> Tensor:
+    """Numbers in float16.
 
     Raises:
-        ValueError: a norm exceeds float16's 65504, or is not a number.
+        ValueError: a number is beyond float16's 65504, or is none.
     """
-    norm = x.to(torch.float16)
-    if not norm.isfinite().all():
-        raise ValueError(f"a norm of {x.amax().item():.4g} is beyond 65504, the limit of float16 norms.")
-    return norm
+    half = x.to(torch.float16)
+    if not half.isfinite().all():
+        largest = x.abs().amax().item()
+        raise ValueError(f"numbers up to {largest:.4g} cannot be stored in float16, whose limit is 65504.")
+    return half
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.constraints import Positive
 from kvbench.method import Budget, BudgetKind, Card, Shape, Step, resolved
 from kvbench.methods.quantization.streams import StreamMethod
-from kvbench.store.coders import as_norm
+from kvbench.store.coders import as_half
 from kvbench.store.entropy import Streams, boundaries, count_tables, decode, encode
 from kvbench.store.stream import Stream, StreamKV
 
@@ -101,7 +101,7 @@ class CodedChunk:
     @classmethod
     def encode(cls, x: Tensor, bins: int) -> CodedChunk:
         """Quantize each token by its largest magnitude, and code each channel. x: [B, H_kv, n, D]"""
-        largest = as_norm(x.float().abs().amax((1, 3)))
+        largest = as_half(x.float().abs().amax((1, 3)))
         top = bins // 2 - 1
         scaled = x.float() / largest.float().masked_fill(largest == 0, 1.0)[:, None, :, None]
         symbols = (scaled * top).round().clamp(-top, top) + top

@@ -17,7 +17,7 @@ from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.coded import CodedKV
-from kvbench.store.coders import Coder, Parts, as_norm
+from kvbench.store.coders import Coder, Parts, as_half
 from kvbench.techniques.calibration import calibrate, calibrated
 from kvbench.techniques.codebooks import count_on_grid, fit_levels, nearest_level
 
@@ -142,7 +142,7 @@ class UnevenCoder(Coder):
         assert self.levels is not None, "call bind first: levels are made on the model"
         codes = nearest_level(unit.clamp(-1, 1), self.levels.to(x.device))
         return {
-            "packed": pack(codes, self.bits), "outlier": as_norm(x.gather(3, far)), "channel": far.to(torch.uint8)
+            "packed": pack(codes, self.bits), "outlier": as_half(x.gather(3, far)), "channel": far.to(torch.uint8)
         }
 
     def decode_unit(self, parts: Parts, width: int) -> Tensor:
@@ -209,7 +209,7 @@ class ValueCoder(UnevenCoder):
     def encode(self, x: Tensor) -> Parts:
         """Scale every value to its range."""
         far, low, high = find_range(x, self.count(x.shape[3]))
-        middle, reach = as_norm((low + high) / 2), as_norm((high - low) / 2)
+        middle, reach = as_half((low + high) / 2), as_half((high - low) / 2)
         unit = (x.float() - middle.float()) / reach.float().clamp_min(TINY)
         return {**self.encode_unit(x, unit, far), "middle": middle, "reach": reach}
 

@@ -17,7 +17,7 @@ from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.coded import CodedKV
-from kvbench.store.coders import Coder, HadamardCoder, Parts, as_norm
+from kvbench.store.coders import Coder, HadamardCoder, Parts, as_half
 from kvbench.techniques.calibration import calibrate, calibrated
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class LatentCoder(Coder):
         # take a rank, and their 16 bits or levels.
         apart = x.float() if self.bias is None else x.float() - self.bias[:, None].to(x.device)
         latent = _split(_join(apart, heads) @ basis.to(x.device), heads)
-        return {"latent": as_norm(latent)} if self.bits == EXACT_BITS else self._quantizer.encode(latent)
+        return {"latent": as_half(latent)} if self.bits == EXACT_BITS else self._quantizer.encode(latent)
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Restore groups of heads."""

@@ -13,7 +13,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.store.coders import NORM_BYTES, Coder, Parts, as_norm
+from kvbench.store.coders import NORM_BYTES, Coder, Parts, as_half
 from kvbench.store.rotation import random_rotation
 from kvbench.techniques.codebooks import angle_levels, nearest_level
 
@@ -97,7 +97,7 @@ class PolarCoder(Coder):
             angle = torch.atan2(b, a).remainder(2 * torch.pi)
             parts[f"angle{level}"] = pack(nearest_level(angle, angle_levels(level, bits, x.device)), bits)
             radii = torch.hypot(a, b)
-        return {**parts, "radius": as_norm(radii)}
+        return {**parts, "radius": as_half(radii)}
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Rotated coordinates, from the radii of the blocks down."""

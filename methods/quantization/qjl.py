@@ -21,7 +21,7 @@ from kvbench.store.coders import (
     GroupCoder,
     Parts,
     SplitCoder,
-    as_norm,
+    as_half,
     decode_signs,
     order_signs,
 )
@@ -144,7 +144,7 @@ class SketchCoder(Coder):
     def encode(self, x: Tensor) -> Parts:
         """Signs and the norm."""
         projected = x.float() @ self._projection(x.shape[3], x.device).mT
-        return {"signs": pack((projected >= 0).byte(), 1), "norm": as_norm(x.float().norm(dim=-1, keepdim=True))}
+        return {"signs": pack((projected >= 0).byte(), 1), "norm": as_half(x.float().norm(dim=-1, keepdim=True))}
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Signs in the order of their bytes, scaled for the product with a projected query."""

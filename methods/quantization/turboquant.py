@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.pack import look_up, pack, packed_width, unpack
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
-from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_norm, decode_signs, order_signs
+from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_half, decode_signs, order_signs
 from kvbench.store.rotation import gaussian_projection, random_rotation
 from kvbench.techniques.codebooks import nearest_level, sphere_levels
 
@@ -128,12 +128,12 @@ class RotatedCoder(Coder):
         unit = x.float() / norm.masked_fill(norm == 0, 1.0) @ random_rotation(width, ROTATION, device).mT
         levels = sphere_levels(width, self.level_bits, device)
         codes = nearest_level(unit * math.sqrt(width), levels)
-        parts = {"packed": pack(codes, self.level_bits), "norm": as_norm(norm)}
+        parts = {"packed": pack(codes, self.level_bits), "norm": as_half(norm)}
         if self.sign:
             residual = unit - look_up(levels, codes) / math.sqrt(width)
             signs = residual @ gaussian_projection(width, PROJECTION, device).mT >= 0
             parts["signs"] = pack(signs.byte(), 1)
-            parts["residual"] = as_norm(norm * residual.norm(dim=-1, keepdim=True))
+            parts["residual"] = as_half(norm * residual.norm(dim=-1, keepdim=True))
         return parts
 
     def decode(self, parts: Parts, width: int) -> Tensor:

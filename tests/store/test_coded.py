@@ -14,7 +14,7 @@ from kvbench.methods.quantization.qjl import SketchCoder
 from kvbench.methods.quantization.turboquant import RotatedCoder
 from kvbench.store import LayerKV, coded
 from kvbench.store.coded import CodedKV
-from kvbench.store.coders import GroupCoder, HadamardCoder, SplitCoder, as_norm
+from kvbench.store.coders import GroupCoder, HadamardCoder, SplitCoder, as_half
 
 CODERS = {
     "groups": (GroupCoder(4, None), GroupCoder(2, 8)), "hadamard": (HadamardCoder(4, 8, 0.9), HadamardCoder(3, None)),
@@ -130,10 +130,11 @@ def test_rounding_between_equally_loud_channels_changes_no_code():
     assert orders[0].equal(orders[1])
 
 
-def test_a_norm_beyond_float16_is_refused():
-    """It would become infinite."""
-    with pytest.raises(ValueError, match="65504"):
-        as_norm(torch.tensor([7e4]))
+@pytest.mark.parametrize("number", [7e4, -7e4])
+def test_a_number_beyond_float16_is_refused(number):
+    """It would become infinite; the message has the largest magnitude."""
+    with pytest.raises(ValueError, match=r"numbers up to 7e\+04 cannot be stored in float16, whose limit is 65504"):
+        as_half(torch.tensor([3.0, number]))
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
