@@ -1,16 +1,19 @@
-"""Base class of methods that store every entry and let each token read some, and the choice of whole units."""
+"""Base classes of methods that store every entry and let each token read some, and the choice of whole units."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
+from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, LayerShape, Method, Shape
 from kvbench.store.chosen import ChosenKV, Tier
+from kvbench.techniques.clustering import count_clusters, sort_by_label
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from kvbench.kernels.ragged_attention import Partial
     from kvbench.step import Step
     from kvbench.store import LayerKV
+
+OFFSET_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,11 @@ class ReadingMethod(Method):
 
     @abstractmethod
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes that a token reads in one layer right after the context, index and entries."""
+        """Bytes that a token reads in one layer right after the context, index and entries; an upper bound."""
+
+    def least_token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Lower bound of the bytes that a token reads in one layer; the upper one unless reads depend on entries."""
+        return self.token_bytes(layer, shape)
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve the budget; refuse a model of which every layer stays exact (`UserError`)."""
@@ -126,10 +135,17 @@ class ReadingMethod(Method):
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes that a token reads; all bytes of layers that do not choose."""
+        return self._read_bytes(shape, self.token_bytes)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """Bytes that a token reads at least; all bytes of layers that do not choose."""
+        return self._read_bytes(shape, self.least_token_bytes)
+
+    def _read_bytes(self, shape: Shape, in_layer: Callable[[LayerShape, Shape], int]) -> int:
         if self.identity(shape):
             return shape.full_bytes
         return sum(
-            self.token_bytes(x, shape) if self.chooses(i, x.window) else shape.layer_bytes(x)
+            in_layer(x, shape) if self.chooses(i, x.window) else shape.layer_bytes(x)
             for i, x in enumerate(shape.layers)
         )
 
@@ -137,6 +153,58 @@ class ReadingMethod(Method):
         """Bytes of the entries that a token reads, in all KV heads."""
         assert self.rows is not None
         return self.rows * layer.kv_heads * (layer.key_dim + layer.value_dim) * shape.itemsize
+
+
+@dataclass(frozen=True)
+class EndsMethod(ReadingMethod):
+    """Reads the first and last entries of the context always, and chooses among those between them."""
+
+    sinks: Positive = 4
+    """First entries, which are always read."""
+    recent: Positive = 64
+    """Last entries of the context, which are always read."""
+
+    def minimum_entries(self) -> int:
+        """The first and last entries and one to choose."""
+        return self.sinks + self.recent + 1
+
+    @property
+    def chosen(self) -> int:
+        """Entries of the budget between the first and last ones."""
+        assert self.rows is not None
+        return self.rows - self.sinks - self.recent
+
+
+@dataclass(frozen=True)
+class ClusterMethod(EndsMethod):
+    """Reads clusters of similar keys, whose entries lie next to each other."""
+
+    cluster: Positive = 16
+    """Mean entries per cluster."""
+    segment: Positive = 8192
+    """Most entries that are clustered together."""
+    iterations: Positive = 10
+    """Most iterations of k-means."""
+
+    def order_by_cluster(self, kv: ChosenKV, labels: Tensor, count: int) -> Tensor:
+        """Put the entries of every cluster next to each other; where each of the `count` starts. [B, H_kv, count + 1]
+
+        labels: clusters of the entries between the first and last ones. [B, H_kv, m]
+        """
+        order, offsets = sort_by_label(labels, count)
+        places = torch.arange(kv.n, device=order.device).repeat(*labels.shape[:2], 1)
+        places[:, :, self.sinks : kv.n - self.recent] = order + self.sinks
+        kv.keep(places)
+        return offsets
+
+    def clusters(self, shape: Shape) -> int:
+        """Clusters per KV head."""
+        return count_clusters(shape.length - self.sinks - self.recent, self.cluster, self.segment)
+
+    def scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of the centers and of where clusters start."""
+        count = self.clusters(shape)
+        return layer.kv_heads * (count * layer.key_dim * shape.itemsize + (count + 1) * OFFSET_BYTES)
 
 
 def mark_ends_and_best(scores: Tensor, count: int, first: int, last: int) -> Tensor:

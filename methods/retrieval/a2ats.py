@@ -17,7 +17,7 @@ from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import plain_keys
 from kvbench.techniques.calibration import calibrate, calibrated
 from kvbench.techniques.clustering import cluster, nearest
-from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
+from kvbench.techniques.reading import EndsMethod, mark_ends_and_best
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -31,7 +31,7 @@ UNUSED = 1e4
 
 
 @dataclass(frozen=True)
-class A2ATS(ReadingMethod):
+class A2ATS(EndsMethod):
     """Reads what any query head of a group chooses by codewords, and the first and last entries."""
 
     codewords: Annotated[int, Ge(2), Le(32767)] = 256
@@ -93,10 +93,6 @@ class A2ATS(ReadingMethod):
         recorder = CodebookRecorder(self.codewords, self.distance, self.iterations)
         return replace(self, codebooks=calibrate(model, recorder, self.tokens, recorder.summarize))
 
-    def minimum_entries(self) -> int:
-        """The first and last entries and one to choose."""
-        return self.sinks + self.recent + 1
-
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Store the number of every key's codeword."""
         assert self.codebooks is not None
@@ -146,29 +142,18 @@ class A2ATS(ReadingMethod):
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads at most, if no two query heads choose the same entry."""
-        inner = self.rows_between * (layer.query_heads // layer.kv_heads)
+        inner = self.chosen * (layer.query_heads // layer.kv_heads)
         entries = min(shape.length, self.sinks + self.recent + inner)
         width = (layer.key_dim + layer.value_dim) * shape.itemsize
         return self._scanned_bytes(layer, shape) + layer.kv_heads * entries * width
-
-    @property
-    def rows_between(self) -> int:
-        """Entries that a query head chooses."""
-        assert self.rows is not None
-        return self.rows - self.sinks - self.recent
 
     def _scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
         codes = (shape.length - self.sinks - self.recent) * CODE_BYTES
         return self._book_bytes(layer, shape) + layer.kv_heads * codes
 
-    def least_read_bytes(self, shape: Shape) -> int:
+    def least_token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads at least, if all query heads choose the same entries."""
-        if self.identity(shape):
-            return shape.full_bytes
-        return sum(
-            shape.layer_bytes(x) if x.window is not None
-            else self._scanned_bytes(x, shape) + self.entry_bytes(x, shape) for x in shape.layers
-        )
+        return self._scanned_bytes(layer, shape) + self.entry_bytes(layer, shape)
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,6 @@ class LeoAM(ReadingMethod):
         """Bytes that a token reads at most: the bounds of all chunks, and entries."""
         return self.index_bytes(layer, shape) + self.entry_bytes(layer, shape)
 
-    def least_read_bytes(self, shape: Shape) -> int:
+    def least_token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads at least: the bounds of the largest chunks, and entries."""
-        if self.identity(shape):
-            return shape.full_bytes
-        return sum(
-            shape.layer_bytes(x) if x.window is not None
-            else self._bound_bytes(x, shape, self.sizes[:1]) + self.entry_bytes(x, shape) for x in shape.layers
-        )
+        return self._bound_bytes(layer, shape, self.sizes[:1]) + self.entry_bytes(layer, shape)

@@ -17,8 +17,8 @@ from kvbench.method import BudgetKind, Card, LayerShape, Method, Shape, Step, re
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.calibration import calibrate, calibrated
-from kvbench.techniques.clustering import cluster_segments, count_clusters, sort_by_label
-from kvbench.techniques.reading import ReadingMethod, mark_units
+from kvbench.techniques.clustering import cluster_segments
+from kvbench.techniques.reading import ClusterMethod, mark_units
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -27,7 +27,7 @@ INDEX_BYTES = 4
 
 
 @dataclass(frozen=True)
-class LouisKV(ReadingMethod):
+class LouisKV(ClusterMethod):
     """Reads, per KV head, the best clusters of the context's keys; a token like the one before reads the same ones."""
 
     threshold: Annotated[float, Ge(-1), Le(1)] | None = None
@@ -37,12 +37,6 @@ class LouisKV(ReadingMethod):
     """Share of the tokens of a text that choose again with the calibrated threshold."""
     tokens: Positive = 2048
     """Tokens of text on which the threshold is calibrated, before the run."""
-    cluster: Positive = 16
-    """Mean entries per cluster."""
-    segment: Positive = 8192
-    """Most entries that are clustered together."""
-    iterations: Positive = 10
-    """Most iterations of k-means."""
     sinks: Positive = 32
     """First entries, which are always read."""
     recent: Positive = 32
@@ -114,29 +108,14 @@ class LouisKV(ReadingMethod):
             raise UserError(f"louiskv: turn {turn} must be a number from -1 to 1.")
         return replace(self, turn=turn)
 
-    def minimum_entries(self) -> int:
-        """The sinks, the recent entries and one to choose."""
-        return self.sinks + self.recent + 1
-
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Cluster the keys between sinks and recent entries, and put each cluster's entries next to each other."""
-        assert self.rows is not None
-        batch, heads, entries, _ = kv.keys.shape
-        inner = slice(self.sinks, entries - self.recent)
-        centers, labels = cluster_segments(kv.keys[:, :, inner], self.cluster, self.segment, self.iterations)
-        order, offsets = sort_by_label(labels, centers.shape[2])
-        places = torch.arange(entries, device=order.device).repeat(batch, heads, 1)
-        places[:, :, inner] = order + self.sinks
-        kv.keep(places)
+        keys = kv.keys[:, :, self.sinks : kv.n - self.recent]
+        centers, labels = cluster_segments(keys, self.cluster, self.segment, self.iterations)
+        offsets = self.order_by_cluster(kv, labels, centers.shape[2])
         kv.start({"centers": centers.to(kv.keys.dtype), "offsets": offsets})
         kv.state["query"] = torch.zeros_like(step.query[:, :, 0])
-        kv.state["chosen"] = offsets.new_full((batch, heads, self.chosen), -1)
-
-    @property
-    def chosen(self) -> int:
-        """Entries that are chosen by clusters."""
-        assert self.rows is not None
-        return self.rows - self.sinks - self.recent
+        kv.state["chosen"] = offsets.new_full((*labels.shape[:2], self.chosen), -1)
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over sinks, chosen clusters, recent and later entries; clusters are chosen again where needed."""
@@ -162,15 +141,6 @@ class LouisKV(ReadingMethod):
         found = mask.nonzero()[:, 2].view(*mask.shape[:2], -1) + self.sinks
         return found.to(offsets.dtype)
 
-    def clusters(self, shape: Shape) -> int:
-        """Clusters per KV head."""
-        return count_clusters(shape.length - self.sinks - self.recent, self.cluster, self.segment)
-
-    def scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes of the centers and of where clusters start."""
-        count = self.clusters(shape)
-        return layer.kv_heads * (count * layer.key_dim * shape.itemsize + (count + 1) * INDEX_BYTES)
-
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the clusters, of the chosen entries and of the last token's queries."""
         queries = layer.query_heads * layer.key_dim * shape.itemsize
@@ -180,13 +150,9 @@ class LouisKV(ReadingMethod):
         """Bytes that a token reads which chooses again."""
         return self.entry_bytes(layer, shape) + self.scanned_bytes(layer, shape)
 
-    def least_read_bytes(self, shape: Shape) -> int:
+    def least_token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads which does not choose again."""
-        if self.identity(shape):
-            return shape.full_bytes
-        return sum(
-            shape.layer_bytes(x) if x.window is not None else self.entry_bytes(x, shape) for x in shape.layers
-        )
+        return self.entry_bytes(layer, shape)
 
 
 @dataclass(frozen=True)

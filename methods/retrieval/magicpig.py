@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.constraints import Ge, Le, Natural, Positive
+from kvbench.constraints import Ge, Le, Natural
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.store.chosen import ChosenKV
-from kvbench.techniques.reading import ReadingMethod
+from kvbench.techniques.reading import EndsMethod
 
 CODE_BYTES, PLACE_BYTES, PARAMETER_BYTES = 2, 4, 4
 LEAST_CHANCE = 1e-4
@@ -23,7 +23,7 @@ LEAST_CHANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class MagicPIG(ReadingMethod):
+class MagicPIG(EndsMethod):
     """Reads, per query head, the entries that share two or more hash codes with the query, weighted by 1 / chance."""
 
     bits: Annotated[int, Ge(1), Le(15)] = 10
@@ -32,8 +32,6 @@ class MagicPIG(ReadingMethod):
     """Hash tables (L)."""
     sinks: Natural = 4
     """First entries, which are always read."""
-    recent: Positive = 64
-    """Last entries of the context, which are always read."""
     seed: Natural = 0
     """Of the projections, and of the order in which entries beyond the budget are left out."""
 
@@ -69,10 +67,6 @@ class MagicPIG(ReadingMethod):
             "The prompt is run with full attention.",
         ),
     )
-
-    def minimum_entries(self) -> int:
-        """The first and last entries and one to sample."""
-        return self.sinks + self.recent + 1
 
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Hash the centered keys between the first and last ones, and sort every table by code."""
@@ -131,7 +125,7 @@ class MagicPIG(ReadingMethod):
 
     def thin(self, sampled: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """At most as many samples as the budget leaves, at random, and the share of them. [B, H, n], [B, H]"""
-        most, total = self.sampled_entries, sampled.sum(-1)
+        most, total = self.chosen, sampled.sum(-1)
         kept = sampled
         if (total > most).any():
             # by position and not by draw: the order is the same in a batch, alone, and however a question is split
@@ -156,12 +150,6 @@ class MagicPIG(ReadingMethod):
         one = self.tables * same * (1 - same) ** (self.tables - 1)
         return (1 - none - one).float()
 
-    @property
-    def sampled_entries(self) -> int:
-        """The most entries that are sampled."""
-        assert self.rows is not None
-        return self.rows - self.sinks - self.recent
-
     def _parameter_bytes(self, layer: LayerShape) -> int:
         return (layer.kv_heads + self.tables * self.bits) * layer.key_dim * PARAMETER_BYTES
 
@@ -180,19 +168,12 @@ class MagicPIG(ReadingMethod):
         group, width = layer.query_heads // layer.kv_heads, (layer.key_dim + layer.value_dim) * shape.itemsize
         entries = shape.length - self.sinks - self.recent
         places = layer.query_heads * self.tables * entries * PLACE_BYTES
-        return places + self._fixed_bytes(layer, shape) + group * layer.kv_heads * self.sampled_entries * width
+        return places + self.least_token_bytes(layer, shape) + group * layer.kv_heads * self.chosen * width
 
-    def _fixed_bytes(self, layer: LayerShape, shape: Shape) -> int:
+    def least_token_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes that a token reads whose query has no code of any key."""
         entries = shape.length - self.sinks - self.recent
         probes = layer.query_heads * self.tables * 2 * math.ceil(math.log2(entries + 1)) * CODE_BYTES
         width = (layer.key_dim + layer.value_dim) * shape.itemsize
         always = layer.query_heads * (self.sinks + self.recent) * width
         return probes + always + self._parameter_bytes(layer)
-
-    def least_read_bytes(self, shape: Shape) -> int:
-        """Bytes that a token reads whose query has no code of any key."""
-        if self.identity(shape):
-            return shape.full_bytes
-        return sum(
-            shape.layer_bytes(x) if x.window is not None else self._fixed_bytes(x, shape) for x in shape.layers
-        )

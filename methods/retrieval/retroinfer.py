@@ -12,28 +12,18 @@ from kvbench.constraints import Positive, Share
 from kvbench.kernels.ragged_attention import Partial, merge_partials
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.store.chosen import ChosenKV
-from kvbench.techniques.clustering import cluster_segments, count_clusters, means, sort_by_label
-from kvbench.techniques.reading import ReadingMethod, mark_taken, take_units
-
-OFFSET_BYTES = 4
+from kvbench.techniques.clustering import cluster_segments, means
+from kvbench.techniques.reading import ClusterMethod, mark_taken, take_units
 
 
 @dataclass(frozen=True)
-class RetroInfer(ReadingMethod):
+class RetroInfer(ClusterMethod):
     """Reads, per KV head, sinks, recent entries and the best clusters, and estimates the attention to other ones."""
 
-    cluster: Positive = 16
-    """Mean entries per cluster."""
     segment: Positive = 8000
     """Most entries that are clustered together."""
-    iterations: Positive = 10
-    """Most iterations of k-means."""
     estimated: Share = 0.232
     """Share of the clusters, after those that are read, whose attention is estimated."""
-    sinks: Positive = 4
-    """First entries, which are always read."""
-    recent: Positive = 64
-    """Last entries of the context, which are always read."""
 
     card: ClassVar[Card] = Card(
         name="retroinfer",
@@ -65,23 +55,15 @@ class RetroInfer(ReadingMethod):
         ),
     )
 
-    def minimum_entries(self) -> int:
-        """The sinks, the recent entries and one to choose."""
-        return self.sinks + self.recent + 1
-
     def start(self, kv: ChosenKV, step: Step) -> None:
         """Cluster the centered keys by direction, and put each cluster's entries next to each other."""
         del step
-        batch, heads, entries, _ = kv.keys.shape
-        inner = slice(self.sinks, entries - self.recent)
+        inner = slice(self.sinks, kv.n - self.recent)
         keys, values = kv.keys[:, :, inner].float(), kv.values[:, :, inner].float()
         middle = keys.mean(2, keepdim=True)
         centers, labels = cluster_segments(keys - middle, self.cluster, self.segment, self.iterations, spherical=True)
-        order, offsets = sort_by_label(labels, centers.shape[2])
-        places = torch.arange(entries, device=order.device).repeat(batch, heads, 1)
-        places[:, :, inner] = order + self.sinks
-        mean_values = means(values, labels, values.new_zeros((batch, heads, centers.shape[2], values.shape[3])))
-        kv.keep(places)
+        mean_values = means(values, labels, values.new_zeros((*centers.shape[:3], values.shape[3])))
+        offsets = self.order_by_cluster(kv, labels, centers.shape[2])
         kv.start({
             "centers": (centers + middle).to(kv.keys.dtype), "values": mean_values.to(kv.values.dtype),
             "offsets": offsets,
@@ -89,13 +71,12 @@ class RetroInfer(ReadingMethod):
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over sinks, the best clusters, recent and later entries, merged with the estimate of others."""
-        assert self.rows is not None
         centers, offsets = kv.scan(kv.index["centers"]), kv.scan(kv.index["offsets"])
         grouped = step.query[:, :, 0].unflatten(1, (centers.shape[1], -1))
         logits = grouped.float() @ centers.float().mT * step.scale  # [B, H_kv, G, U]
         sizes = offsets.diff(dim=-1).long()
         shares = logits.softmax(-1).sum(2).masked_fill(sizes == 0, -1)
-        taken = take_units(shares, offsets, self.rows - self.sinks - self.recent)
+        taken = take_units(shares, offsets, self.chosen)
         chosen = mark_taken(taken, offsets)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, self.sinks : self.sinks + chosen.shape[2]] = chosen
@@ -116,18 +97,9 @@ class RetroInfer(ReadingMethod):
         rest = Partial((weights @ values.float()).flatten(1, 2)[:, :, None], lse.flatten(1, 2)[..., None])
         return Partial(merge_partials([exact, rest]), torch.logaddexp(exact.lse, rest.lse))
 
-    def clusters(self, shape: Shape) -> int:
-        """Clusters per KV head."""
-        return count_clusters(shape.length - self.sinks - self.recent, self.cluster, self.segment)
-
     def estimated_clusters(self, clusters: int) -> int:
         """Clusters whose attention is estimated."""
         return math.ceil(self.estimated * clusters)
-
-    def scanned_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes of the centers and of where clusters start."""
-        count = self.clusters(shape)
-        return layer.kv_heads * (count * layer.key_dim * shape.itemsize + (count + 1) * OFFSET_BYTES)
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the clusters and of their mean values."""

@@ -18,7 +18,7 @@ from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
 from kvbench.store.scores import attention_mass_of
 from kvbench.techniques.clustering import label_offsets, means
-from kvbench.techniques.reading import ReadingMethod, mark_units
+from kvbench.techniques.reading import EndsMethod, mark_units
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -31,7 +31,7 @@ _SENTENCE_ENDS: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
-class SentenceKV(ReadingMethod):
+class SentenceKV(EndsMethod):
     """Keeps several times the budget as SnapKV does, and reads, per KV head, the sentences that match the query."""
 
     factor: Positive = 3
@@ -150,11 +150,11 @@ class SentenceKV(ReadingMethod):
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over sinks, the sentences chosen by the queries since the last one ended, and recent entries."""
-        assert self.rows is not None and self.sentence_ends is not None and step.ids is not None
+        assert self.sentence_ends is not None and step.ids is not None
         query = kv.state["query"].add_(step.query[:, :, 0])
         sentences, offsets = kv.scan(kv.index["sentences"]), kv.scan(kv.index["offsets"])
         partial = query.unflatten(1, (sentences.shape[1], -1)).sum(2)[..., None]  # its length does not count
-        chosen = mark_units((sentences.float() @ partial)[..., 0], offsets, self.rows - self.sinks - self.recent)
+        chosen = mark_units((sentences.float() @ partial)[..., 0], offsets, self.chosen)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, self.sinks : self.sinks + chosen.shape[2]] = chosen
         query.mul_(~_SENTENCE_ENDS[self.sentence_ends].to(step.ids.device)[step.ids][..., None])
