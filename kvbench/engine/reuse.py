@@ -248,11 +248,9 @@ def run_prompt(model: Model, ids: Sequence[int], look: Look | None = None) -> Ch
     with Watched(model, FullCache(), capacity=len(ids)) as session:
         session.look = look
         session.prefill(ids)
-        positions = torch.arange(len(ids), device=model.device)[None]
         pairs = list(zip(model.ropes, session.layers, strict=True))
-        return Chunk(
-            [rope.rotate(kv.keys, positions, inverse=True) for rope, kv in pairs], [kv.values for _, kv in pairs]
-        )
+        keys = [rope.rotate_from(kv.keys, 0, inverse=True) for rope, kv in pairs]
+        return Chunk(keys, [kv.values for _, kv in pairs])
 
 
 def cut(chunk: Chunk, start: int, count: int) -> Chunk:

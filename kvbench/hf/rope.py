@@ -50,6 +50,11 @@ class Rope:
         factor = 1 / self.scaling if inverse else self.scaling
         return self._turn(x, positions, -1.0 if inverse else 1.0, factor)
 
+    def rotate_from(self, x: Tensor, start: int, *, inverse: bool = False) -> Tensor:
+        """As `rotate`, for tokens in a row, the first of which is at `start`. x: [B, H, T, D]"""
+        positions = torch.arange(start, start + x.shape[2], device=x.device).expand(x.shape[0], -1)
+        return self.rotate(x, positions, inverse=inverse)
+
     def shift(self, x: Tensor, distance: Tensor) -> Tensor:
         """Move rotated vectors by a number of positions. x: [B, H, T, D]. distance: [B, T], may be negative.
 

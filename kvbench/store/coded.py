@@ -132,8 +132,7 @@ class CodedKV(LayerKV):
     def _turn_keys(self, keys: Tensor, start: int, *, inverse: bool = False) -> Tensor:
         """Keys of the tokens from `start` on, rotated to their positions or back. [B, H_kv, n, D]"""
         assert self._rope is not None
-        positions = torch.arange(start, start + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
-        return self._rope.rotate(keys.float(), positions, inverse=inverse)
+        return self._rope.rotate_from(keys.float(), start, inverse=inverse)
 
     def _entries(self, step: Step) -> dict[str, Tensor]:
         entries = super()._entries(step)

@@ -118,8 +118,7 @@ class LowRankKV(SelectiveKV):
         inside = count * size
         apart = torch.ones((batch, heads, count), dtype=torch.bool, device=exact.device).scatter_(2, exact, False)
         number = apart.int().argsort(dim=-1, descending=True, stable=True)[..., : count - exact.shape[2]]
-        positions = torch.arange(inside, device=exact.device).expand(batch, -1)
-        plain = rope.rotate(self.keys[:, :, :inside], positions, inverse=True)
+        plain = rope.rotate_from(self.keys[:, :, :inside], 0, inverse=True)
         factors, basis = factor_keys(plain, plan.rank)
         values = self.values[:, :, :inside].unflatten(2, (count, size)).flatten(3)
         self._chunks = Chunks(

@@ -121,7 +121,7 @@ class Kvtc(StreamMethod):
         start, stop = self.sinks, kv.n - (self.exact - self.sinks)
         first = step.seen - kv.n + start
         middle = kv.keys[:, :, start:stop].float()
-        plain = step.rope.rotate(middle, find_positions(middle, first), inverse=True)
+        plain = step.rope.rotate_from(middle, first, inverse=True)
         tables = calibrated(self.components, step.layer).to(kv.keys.device)
         inner = [
             Transformed.encode(x, table, self.bits)
@@ -205,7 +205,7 @@ class KvtcStream(Stream):
         """Keys, rotated to their positions, and values."""
         keys, values = (x.decode() for x in self.inner)
         first_keys, last_keys, first_values, last_values = self.ends
-        rotated = self.rope.rotate(keys, find_positions(keys, self.start)).to(first_keys.dtype)
+        rotated = self.rope.rotate_from(keys, self.start).to(first_keys.dtype)
         return {
             "key": torch.cat([first_keys, rotated, last_keys], dim=2),
             "value": torch.cat([first_values, values.to(first_values.dtype), last_values], dim=2),
@@ -214,11 +214,6 @@ class KvtcStream(Stream):
     def tensors(self) -> list[Tensor]:
         """Streams, components in use and exact entries."""
         return [*self.ends, *(y for x in self.inner for y in x.tensors())]
-
-
-def find_positions(keys: Tensor, start: int) -> Tensor:
-    """Positions of keys from `start` on. [B, n]"""
-    return torch.arange(start, start + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
 
 
 @dataclass(frozen=True)

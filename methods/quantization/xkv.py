@@ -53,8 +53,7 @@ class CrossLayerKV(LayerKV):
     def _turn(self, keys: Tensor, start: int, *, inverse: bool = False) -> Tensor:
         """Keys of the tokens from `start` on, rotated to their positions or back. [B, H_kv, n, D]"""
         assert self._rope is not None
-        positions = torch.arange(start, start + keys.shape[2], device=keys.device).expand(keys.shape[0], -1)
-        return self._rope.rotate(keys, positions, inverse=inverse)
+        return self._rope.rotate_from(keys, start, inverse=inverse)
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """Keys before rotation in float32, and values, of all exact entries. [B, H_kv, n, D] each"""

@@ -110,14 +110,13 @@ class KVComm(ApartMethod):
         """Keys of all layers, before rotation or, as released, at their positions. [L, H_kv, T, D] float32"""
         if not self.as_released:
             return torch.cat(keys).float()
-        places = torch.arange(start, start + keys[0].shape[2], device=keys[0].device)[None]
-        return torch.cat([rope.rotate(x.float(), places) for rope, x in zip(mixed.model.ropes, keys, strict=True)])
+        return torch.cat([rope.rotate_from(x.float(), start) for rope, x in zip(mixed.model.ropes, keys, strict=True)])
 
     def _keys_back(self, mixed: MixedPrompt, keys: Tensor, start: int, kind: torch.dtype) -> list[Tensor]:
         """The reverse of `_keys`, by layer. [1, H_kv, T, D]"""
         if not self.as_released:
             return [x[None].to(kind) for x in keys]
-        places = torch.arange(start, start + keys.shape[2], device=keys.device)[None]
         return [
-            rope.rotate(x[None], places, inverse=True).to(kind) for rope, x in zip(mixed.model.ropes, keys, strict=True)
+            rope.rotate_from(x[None], start, inverse=True).to(kind)
+            for rope, x in zip(mixed.model.ropes, keys, strict=True)
         ]
