@@ -11,11 +11,12 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.attention_mass import attention_mass, joint_lse
-from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, packed_width, quantize
+from kvbench.kernels.pack import Codes, dequantize
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock
+from kvbench.store.coders import GroupCoder
 from kvbench.store.entries import gather
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
@@ -39,20 +40,20 @@ class Coding:
         """Channels of a group in entries of `width`."""
         return max(1, width // 2) if self.channels is None else self.channels
 
+    def coder(self, width: int) -> GroupCoder:
+        """The coder of keys or values of this width."""
+        return GroupCoder(self.bits, self.group(width))
+
     def encode(self, key: Tensor, value: Tensor) -> dict[str, Tensor]:
         """Codes, scales and minima of entries, by name. key: [B, H_kv, n, D]; value: [B, H_kv, n, D_v]"""
-        entries: dict[str, Tensor] = {}
-        for name, x in (("key", key), ("value", value)):
-            codes = quantize(x, self.bits, channels=self.group(x.shape[-1]))
-            entries |= {f"{name}_packed": codes.packed, f"{name}_scale": codes.scale, f"{name}_minimum": codes.minimum}
-        return entries
+        return {
+            f"{name}_{part}": found for name, x in (("key", key), ("value", value))
+            for part, found in self.coder(x.shape[-1]).encode(x).items()
+        }
 
     def entry_bytes(self, layer: LayerShape) -> int:
         """Bytes of the codes, scales and minima of one entry."""
-        return sum(
-            packed_width(width, self.bits) + width // self.group(width) * PARAMETER_BYTES
-            for width in (layer.key_dim, layer.value_dim)
-        )
+        return sum(self.coder(width).entry_bytes(width) for width in (layer.key_dim, layer.value_dim))
 
     def view(self, entries: dict[str, Tensor], widths: tuple[int, int]) -> tuple[Codes, Codes]:
         """Keys and values of these widths, as they were encoded."""

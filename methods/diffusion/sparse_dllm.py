@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kvbench.constraints import Ge, Gt, Le, Natural, Odd
 from kvbench.diffusion.policy import Denoising, PassPlan, Policy
-from kvbench.method import BudgetKind, Card, Shape, Step, Upstream
+from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.store.positions import PositionKV
 
 
@@ -93,11 +93,6 @@ class SparseDllm(Policy):
         index = scores.topk(int(self.keep * scores.shape[-1]), dim=-1).indices[..., None]
         keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in outside)
         return keys, values
-
-    def identity(self, shape: Shape) -> bool:
-        """False: entries outside the block are not recomputed."""
-        del shape
-        return False
 
 
 @dataclass(frozen=True)

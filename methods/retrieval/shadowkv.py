@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
+from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.lowrank import Factoring, LowRankKV
 
@@ -93,11 +94,7 @@ class ShadowKV(Method):
 
     def bind(self, model: Model) -> Self:
         """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""
-        if not all(rope.trusted for rope in model.ropes):
-            raise UserError(
-                f"shadowkv inverts the rotary embedding of keys, which is not understood on every layer of {model.id}. "
-                "Use a method that keeps keys rotated, such as quest."
-            )
+        require_inverse_rotation(model, "shadowkv")
         return self
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
