@@ -35,7 +35,8 @@ class CodedKV(LayerKV):
     plain: bool = False
     """Whether keys are encoded as they are before rotation; `turn` must then leave queries as they are."""
     sinks: int = 0
-    """First entries of the context, which stay exact; `turn` must then keep products and be undone by `back`."""
+    """First entries of the context, which stay exact. These are turned like queries, so a coder's `turn` must keep
+    products and `back` must undo it."""
 
     residual: int = 0
     """Entries are encoded in blocks of this many, and those since the last whole block stay exact; 0: every entry is

@@ -66,7 +66,7 @@ class Kvtc(StreamMethod):
             ("Bits are given one by one to the component whose error falls the most. Because a further bit always "
             "gains less, this is the optimum that the paper's dynamic program finds without its groups of components "
             "that share scales."),
-            "Ranges of components come from the text's variances; they are not stored with a context.",
+            "Ranges of components come from the text's variances, not from the context's own.",
             "DEFLATE is that of zlib on the host; the paper uses nvCOMP on the GPU.",
             "Components are found on Python's manual when a run starts; the paper's text is larger and mixed.",
         ),

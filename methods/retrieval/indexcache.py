@@ -22,7 +22,7 @@ class IndexCache(Quest):
     """Quest whose bounds exist in some layers only; layers between them reuse the pages of the last one before."""
 
     every: Positive = 4
-    """Of the layers that select, the first two choose for themselves, and then every such layer."""
+    """The first two of the layers that select choose for themselves; after them, one layer in this many does."""
     pattern: str | None = None
     """F for a layer that chooses and S for one that shares, for each layer that selects; None: by `every`."""
     sets: Literal["layer", "head"] = "layer"
