@@ -43,15 +43,23 @@ def choose_workers(cells: Sequence[SweepCell], gpus: Sequence[int], cores: int, 
 
 
 def check_beside(groups: Sequence[Sequence[SweepCell]], workers: int, gpus: Sequence[int]) -> None:
-    """Refuse more processes than the memory of GPUs is predicted to hold. gpus: bytes of each.
+    """Refuse workers that share a GPU with a cell that gives times, or that its memory is not predicted to hold.
+
+    gpus: bytes of each.
 
     Raises:
-        UserError: the largest cells would not fit side by side.
+        UserError: a cell gives times and would share its GPU, or the largest cells would not fit side by side.
     """
+    started = min(workers, len(groups))
     groups = [x for x in groups if x[0].request.device == "cuda"]
-    beside = min(-(-workers // max(1, len(gpus))), len(groups))
+    beside = min(-(-started // max(1, len(gpus))), len(groups))
     if beside <= 1 or not gpus:
         return
+    if (timed := next((x[0] for x in groups if gives_times(x)), None)) is not None:
+        raise UserError(
+            f"--workers {workers} runs {beside} cells side by side on a GPU, and cell '{timed.name}' gives times, "
+            f"which the others would change. Use --workers {len(gpus)}, or a batch above 1, which gives no times."
+        )
     memory = min(gpus)
     needs = [(predict_group(x, memory) or 0, x[0].name) for x in groups]
     needs.sort(reverse=True)

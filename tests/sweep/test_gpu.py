@@ -93,6 +93,20 @@ def test_more_workers_than_the_memory_holds_are_refused():
     check_beside([[make_cell(device="cpu")]] * 8, 8, [])
 
 
+def test_workers_beside_a_cell_that_gives_times_are_refused():
+    """Where they would share a GPU: fewer cells than GPUs, or a worker for each GPU, leave every cell alone."""
+    timed, untimed = make_cell(None), make_cell()
+    memory = 100 * predict_group([untimed], 80 * GB)
+    for groups in ([[timed], [timed]], [[untimed], [timed]]):
+        refused = f"--workers 2 runs 2 cells side by side on a GPU, and cell '{timed.name}' gives times.*--workers 1,"
+        with pytest.raises(UserError, match=refused):
+            check_beside(groups, 2, [memory])
+        check_beside(groups, 1, [memory])
+        check_beside(groups, 4, [memory, memory])
+    check_beside([[untimed], [untimed]], 2, [memory])
+    check_beside([[timed, timed], [timed, timed]], 2, [memory])  # each process shares its prefills
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """Resources asked of Ray for each task, with a fake Ray."""
