@@ -27,6 +27,7 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
     """Run and test findings; with `all`, write the record of all findings."""
     from kvbench.cli.sweep import run_cells, show_prediction
     from kvbench.reproduce.findings import statements
+    from kvbench.reproduce.needs import has_gpu
     from kvbench.reproduce.shape import Finished, find_findings, make_record, read_shape
     from kvbench.sweep.cell import SweepCell
 
@@ -39,9 +40,10 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
         for key, x in shape.requests(findings).items()
     }
     cells = [SweepCell(i, key, x, {}) for i, (key, x) in enumerate(requests.items())]
+    workers = None if has_gpu() else len(os.sched_getaffinity(0))  # on a GPU as many as its memory allows
     if dry_run:
-        return show_prediction(cells, 1, as_json=as_json)
-    reports = run_cells(cells, workers=len(os.sched_getaffinity(0)))
+        return show_prediction(cells, workers or 1, as_json=as_json)
+    reports = run_cells(cells, workers=workers)
     record = make_record(findings, {
         key: Finished.load(_folder(report)) for key, report in zip(requests, reports, strict=True)
     })

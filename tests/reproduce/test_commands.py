@@ -10,6 +10,7 @@ import pytest
 
 from kvbench.analysis.load import find_runs, load_run
 from kvbench.cli import call
+from kvbench.errors import UserError
 from kvbench.reproduce.paper import read_paper
 from kvbench.reproduce.standing import list_judgments
 from kvbench.reproduce.verdict import Judgment
@@ -198,6 +199,24 @@ def test_a_finding_is_tested_and_only_all_of_them_are_recorded(kvbench, out, tmp
     answer = kvbench("reproduce", "--shape", "all", *out)
     record = json.loads((tmp_path / "results" / "shape" / "findings.json").read_text())
     assert record == answer.json
+
+
+@pytest.mark.parametrize(("gpu", "workers"), [(True, [None, 1]), (False, [3, 3])])
+def test_findings_take_all_cores_only_without_a_gpu(kvbench, monkeypatch, gpu, workers):
+    """On a GPU cells run side by side as its memory allows; the prediction counts as many workers as the run starts."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("kvbench.reproduce.needs.has_gpu", lambda: gpu)
+    asked = []
+
+    def start(cells, workers):
+        asked.append(workers)
+        raise UserError("enough.")
+
+    monkeypatch.setattr("kvbench.cli.sweep.run_cells", start)
+    monkeypatch.setattr("kvbench.cli.sweep.show_prediction", lambda cells, workers, as_json: asked.append(workers))
+    kvbench("reproduce", "--shape", "all")
+    kvbench("reproduce", "--shape", "all", "--dry-run")
+    assert asked == workers
 
 
 @pytest.fixture(scope="module")
