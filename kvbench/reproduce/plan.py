@@ -76,14 +76,18 @@ def plan_claim(
 
     Args:
         claim: the number.
-        model: replaces the paper's model.
-        samples: maximum number of samples per task.
+        model: replaces the paper's model in runs of scores; other numbers are not planned with it.
+        samples: maximum number of samples per task, in the same way.
         out: folder of runs.
     """
     missing = [Missing("task", f"needs {x}") for x in (claim.cell.lacks, claim.method.lacks) if x is not None]
     if not set(claim.method.method.split("+")) <= _methods():
         missing.append(Missing("method", f"method {claim.method.method} is not in kvbench"))
     if claim.table.measure != "score":
+        if model is not None or samples is not None:
+            missing.append(Missing(
+                "run", "--model and --samples change runs of scores, and this number is a speed or follows from shapes"
+            ))
         return _plan_speed(claim, missing)
     name = model or claim.block.id
     if name is None:

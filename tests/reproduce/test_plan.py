@@ -84,6 +84,20 @@ def test_another_model_or_fewer_samples_is_not_the_claim():
     assert plan_claim(claim, samples=1000) == plan_claim(claim)
 
 
+@pytest.mark.parametrize("claim", [
+    "quest:latency/llama-2-7b/quest-1024/32k", "snapkv:speed/mistral-7b-v0.2/snapkv-1024/context-on-one-a100-80gb",
+])
+@pytest.mark.parametrize("options", [{"model": "mini"}, {"samples": 2}])
+def test_speeds_and_bytes_are_not_planned_for_another_model(claim, options):
+    """They are the paper's model's, whatever is asked; without the options they are planned."""
+    assert not plan_claim(one(claim)).missing
+    plan = plan_claim(one(claim), **options)
+    assert [x.why for x in plan.missing] == [
+        "--model and --samples change runs of scores, and this number is a speed or follows from shapes"
+    ]
+    assert (plan.timing, plan.prediction) == (None, None)
+
+
 @pytest.mark.parametrize(("claim", "what", "why"), [
     ("longctx-bench:longbench/llama-3-8b-instruct/llmlingua-2-2x/code", "method",
      "method llmlingua-2 is not in kvbench"),
