@@ -119,7 +119,7 @@ def call(arguments: Sequence[str]) -> int:
     """Run a command line.
 
     Returns:
-        The exit code: 0 success, 1 failure with a printed reason, 2 bad input, 130 interrupted.
+        The exit code: 0 success, 1 failure with a printed reason, 2 bad input, 3 GPU lost, 130 interrupted.
     """
     try:
         code = _command().main(list(arguments), prog_name="kvbench", standalone_mode=False)

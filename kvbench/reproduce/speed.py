@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import UserError
+from kvbench.errors import DeviceLostError, UserError
 from kvbench.reproduce.claims import Claim, slug
 from kvbench.reproduce.plan import ClaimPlan, Missing
 from kvbench.reproduce.verdict import Judgment, Number, Verdict
@@ -40,16 +40,22 @@ class TimedClaim:
 
 
 def time_claim(plan: ClaimPlan, out: Path) -> TimedClaim | Missing:
-    """Time the cell of a number, or read it if it was timed before. Every number has its own job and file."""
+    """Time the cell of a number, or read it if it was timed before. Every number has its own job and file.
+
+    Raises:
+        DeviceLostError: the GPU has become unusable by this process.
+    """
     from kvbench.bench.run import run_bench
 
-    found = find_timed(plan, out)
-    if found is None:
-        try:
+    try:
+        found = find_timed(plan, out)
+        if found is None:
             _job_file(plan, out).parent.mkdir(parents=True, exist_ok=True)
             found = _pick(plan, run_bench(_request(plan, out)))
-        except UserError as error:
-            return Missing("run", str(error))
+    except DeviceLostError:
+        raise
+    except UserError as error:
+        return Missing("run", str(error))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.errors import UserError
+from kvbench.errors import DeviceLostError, UserError
 from kvbench.reproduce import needs, speed
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.needs import look_around
@@ -116,6 +116,27 @@ def test_a_factor_is_over_the_dense_cache_in_the_same_job(timed):
     judged = judge_speed(one("snapkv:speed/mistral-7b-v0.2/snapkv-1024/tokens-per-second-at-16k"), found)
     assert judged.ours is not None
     assert judged.ours.value == found.cell.times["step"].speedups["full"].median
+
+
+def test_a_damaged_file_is_missing(tmp_path):
+    """The file of one number, with its path; the other numbers are still timed."""
+    plan = tiny("quest:latency/llama-2-7b/quest-512/8k")
+    path = speed._job_file(plan, tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    found = time_claim(plan, tmp_path)
+    assert isinstance(found, Missing)
+    assert str(path) in found.why
+
+
+def test_a_lost_gpu_ends_the_command(monkeypatch, tmp_path):
+    """No later number can be timed by this process."""
+    def lose(request: object) -> None:
+        raise DeviceLostError("lost.")
+
+    monkeypatch.setattr("kvbench.bench.run.run_bench", lose)
+    with pytest.raises(DeviceLostError, match="lost"):
+        time_claim(tiny("quest:latency/llama-2-7b/quest-512/8k"), tmp_path)
 
 
 def test_what_fails_to_be_timed_is_missing(monkeypatch, tmp_path):
