@@ -70,7 +70,7 @@ def add_model(name: str, advance: Callable[[int], None]) -> Path:
 
 
 def convert_file(path: Path) -> Path:
-    """The folder of a converted GGUF file of the user's; it is converted at its first use.
+    """The folder of a converted GGUF file of the user's; it is converted at its first use, by one process.
 
     Raises:
         UserError: the file cannot be converted, or the result fails the check.
@@ -82,9 +82,11 @@ def convert_file(path: Path) -> Path:
         raise UserError(f"GGUF file '{path}' does not exist.")
     target = models_folder() / f"gguf-{hash_files([path])[:16]}"
     if not (target / "config.json").is_file():
-        _check_disk(path.name, read_gguf(path).converted_bytes)
-        with _alone(models_folder()):
-            _install(path, target, {"name": str(path.resolve())}, lambda _: None)
+        need = read_gguf(path).converted_bytes
+        with _alone(models_folder(), wait=True):
+            if not (target / "config.json").is_file():  # another process may have converted it by now
+                _check_disk(path.name, need)
+                _install(path, target, {"name": str(path.resolve())}, lambda _: None)
     return target
 
 
@@ -180,15 +182,21 @@ def _check_disk(name: str, need: int, what: str = "") -> None:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Keep other processes from adding at the same time, and report a full or read-only disk in one line."""
+def _alone(root: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes from adding at the same time, and report a full or read-only disk in one line.
+
+    wait: for another process that adds, instead of a UserError.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / ".lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another process is adding a model in {root}. Wait for it.") from None
+                if not wait:
+                    raise UserError(f"another process is adding a model in {root}. Wait for it.") from None
+                say(f"waiting for another process that is adding a model in {root} ...")
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import zipfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.hf import gguf, load_model
+from kvbench.hf.find import hash_files
 from kvbench.models import add, wheels
 from kvbench.models.sources import SOURCES, ModelSource, Part, find_added, models_folder, result_id
 
@@ -156,6 +158,27 @@ def test_no_disk(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) 
     answer = kvbench("models", "add", "tiny")
     assert answer.code == 2 and "GB of disk" in answer.err
     assert not models_folder().exists()
+
+
+def test_a_file_that_another_process_converts_is_waited_for(tmp_path, cache, monkeypatch) -> None:
+    """One line says so, and the folder of the other process is taken."""
+    path, said = tmp_path / "tiny.gguf", []
+    write_gguf(path, "Q8_0")
+    target = models_folder() / f"gguf-{hash_files([path])[:16]}"
+    models_folder().mkdir(parents=True)
+    with (models_folder() / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def finish(line: str) -> None:
+            said.append(line)
+            target.mkdir()
+            (target / "config.json").write_text("{}")
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(add, "say", finish)
+        monkeypatch.setattr(add, "_install", lambda *_: pytest.fail("converted again"))
+        assert add.convert_file(path) == target
+    assert said == [f"waiting for another process that is adding a model in {models_folder()} ..."]
 
 
 @pytest.mark.slow
