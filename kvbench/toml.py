@@ -55,15 +55,30 @@ def explain(error: ValidationError) -> str:
 
 
 def explain_all(error: ValidationError) -> list[str]:
-    """Every validation error as text."""
-    return [_explain_one(x) for x in error.errors()]
+    """Every validation error as text, those of the types that one value may have together."""
+    places: dict[str, list[ErrorDetails]] = {}
+    for found in error.errors():
+        places.setdefault(_place(found["loc"]), []).append(found)
+    return [_explain_one(place, found) for place, found in places.items()]
 
 
-def _explain_one(found: ErrorDetails) -> str:
-    place = ".".join(str(x) for x in found["loc"])
+def _place(found: tuple[int | str, ...]) -> str:
+    """The keys of a value; pydantic adds the type that was tried where several are allowed, as `int` or `list[str]`."""
+    last = len(found) - 1
+    return ".".join(
+        str(x) for i, x in enumerate(found)
+        if not (isinstance(x, str) and ("[" in x or (0 < i == last and x in ("str", "int", "float", "bool"))))
+    )
+
+
+def _explain_one(place: str, errors: list[ErrorDetails]) -> str:
+    found = errors[0]
     if found["type"] == "missing":
         return f"{place} is missing"
     if found["type"] == "extra_forbidden":
         return f"{place} is an unknown key"
-    message = found["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    messages = [x["msg"].removeprefix("Input ").removeprefix("Value error, ") for x in errors]
+    rule, message = "should be ", messages[0]
+    if all(x.startswith(rule) for x in messages):
+        message = rule + " or ".join(x.removeprefix(rule) for x in messages)
     return f"{place} = {reprlib.repr(found['input'])} {message[0].lower()}{message[1:]}" if place else message

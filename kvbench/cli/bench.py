@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
@@ -51,7 +51,9 @@ def bench_command(
     seconds: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     dtype: Dtype = None,
-    out: Annotated[Path | None, typer.Option(help="File for the result, rewritten after every cell.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the result, rewritten after every cell.", callback=expand_home)
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Time methods and the full cache: attention kernels, decode steps, or whole answers (docs/timing.md)."""

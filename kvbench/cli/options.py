@@ -10,8 +10,15 @@ import typer
 
 from kvbench.errors import UserError
 
+
+def expand_home(path: Path | None) -> Path | None:
+    """A path whose first part may be `~`, which a shell leaves as it is in `--out=~/runs`."""
+    return None if path is None else path.expanduser()
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON line, last on standard output.")]
-Out = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")]
+Out = Annotated[Path, typer.Option(help="Folder in which run ids are looked up.", callback=expand_home)]
+RunsOut = Annotated[Path, typer.Option(help="Folder of runs.", callback=expand_home)]
 Baseline = Annotated[str | None, typer.Option(
     help="Method or id of the run that the others are compared with. Default: the full cache."
 )]

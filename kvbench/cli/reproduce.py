@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.findings import check_findings, measure_findings
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, RunsOut
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST_SAMPLES, UserError, check_number
 from kvbench.log import say
@@ -44,7 +44,7 @@ def reproduce_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what is missing, and predict time and memory; run nothing.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    out: RunsOut = Path("runs"),
     as_json: Json = False,
 ) -> int:
     """Compare a paper's numbers with measured ones, with a verdict for each. The same command resumes."""

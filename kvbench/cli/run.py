@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvbench.cli.options import RunsOut
 from kvbench.cli.output import print_json
 from kvbench.cli.sweep import run_cells
 from kvbench.errors import UserError
@@ -34,7 +35,9 @@ def run_command(**given: Any) -> int:
             value = parse_pairs(value or (), option.flag) or None
         if value is not None and value is not False:
             options[option.key] = value
-    if ("task" in options) == (suite is not None):
+    if "task" in options and suite is not None:
+        raise UserError("--task and --suite were both given. Give one.")
+    if "task" not in options and suite is None:
         raise UserError("run takes a --task or a --suite. See `kvbench list tasks` and `kvbench list suites`.")
     if suite is None:
         return _run_task(options, trackers, out, as_json=as_json)
@@ -63,7 +66,7 @@ def _make_signature() -> inspect.Signature:
             add("suite", str | None, None, "--suite", text=text)
     for name, title in TRACKERS.items():
         add(name, bool, False, f"--{name}", text=f"Log the result to {title}.")
-    add("out", Path, Path("runs"), "--out", text="Folder of runs.")
+    found.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=Path("runs"), annotation=RunsOut))
     add("as_json", bool, False, "--json", text="End standard output with the result as one JSON line.")
     return inspect.Signature(found)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.leaderboard import print_records
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, Out
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
@@ -41,7 +41,7 @@ def submit_command(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token for a URL; default: $KVBENCH_TOKEN.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder in which run ids are looked up.")] = Path("runs"),
+    out: Out = Path("runs"),
     as_json: Json = False,
 ) -> int:
     """Pack runs, verify them locally (level L0), and deliver them to a leaderboard.

@@ -90,25 +90,33 @@ def expand(file: SweepFile) -> list[SweepCell]:
     runs = {f"[[run]] {number}" if several else "[run]": table for number, table in enumerate(file.run, 1)}
     grids = {f"[[grid]] {number}": table for number, table in enumerate(file.grid, 1)}
     for place, table in (runs | grids).items():
-        _check(table, place)
+        check_table(table, place)
     if empty := next((place for place, table in grids.items() if not table), None):
         raise UserError(f'{empty} is empty: give at least one option, such as method = ["snapkv", "h2o"].')
     found: list[tuple[str, dict[str, Any], Request]] = []
     for (source, run), (place, grid) in itertools.product(runs.items(), grids.items()):
         for options in _combine(merge(run, grid)):
             try:
-                request = make_request(options, Path(file.out))
+                request = make_request(options, Path(file.out).expanduser())
             except ValidationError as error:
-                raise UserError(f"{place}, {source} included: {explain(error)}. See `kvbench run --help`.") from error
+                raise UserError(f"{place} (with {source}): {explain(error)}. See `kvbench run --help`.") from error
             found.append((f"{source}, {place}" if several else place, options, request))
     return _name(found)
 
 
-def _check(table: Mapping[str, Any], place: str) -> None:
-    """Refuse unknown options, empty lists and lists with a value twice."""
-    for name in table:
+def check_table(table: Mapping[str, Any], place: str) -> None:
+    """Check the options of a [run] or a grid.
+
+    Raises:
+        UserError: an unknown option, a value in place of a table, an empty list or a list with a value twice.
+    """
+    for name, value in table.items():
         if name not in NAMES:
             raise unknown("option", name, NAMES, f"In {place}.")
+        if name in TABLES and not isinstance(value, dict):
+            raise UserError(
+                f"{place}: {name} must be one table; lists stand inside it, such as {name}.NAME = [16, 64]."
+            )
     for key, value in flatten(table):
         if value == []:
             raise UserError(f"{place}: {key} is an empty list, which makes no cell. Give values, or remove it.")

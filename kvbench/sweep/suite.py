@@ -17,7 +17,7 @@ from kvbench.registry import HERE
 from kvbench.runs.files import saving, write_record
 from kvbench.runs.results import Result, SuiteRecord
 from kvbench.sweep.cell import CellReport, SweepCell
-from kvbench.sweep.file import SweepFile, as_text, expand, flatten, merge
+from kvbench.sweep.file import SweepFile, as_text, check_table, expand, flatten, merge
 from kvbench.toml import STRICT, read_toml
 
 FOLDER = HERE / "tasks" / "suites"
@@ -117,6 +117,9 @@ def read_suite(path: Path) -> Suite:
     suite = read_toml(path, Suite, "suite file", "See docs/suites.md.")
     if any("method" in table for table in (suite.run, *suite.grid)):
         raise UserError(f"{path}: a suite must not name a method. Remove it, and use --method.")
+    check_table(suite.run, f"{path}: [run]")
+    for number, table in enumerate(suite.grid, 1):
+        check_table(table, f"{path}: [[grid]] {number}")
     return suite
 
 

@@ -95,6 +95,16 @@ def test_an_impossible_output_folder_is_refused(kvbench, arguments, tmp_path):
     assert "is a file. Give another --out." in answer.err
 
 
+def test_the_output_folder_may_be_in_the_home(kvbench, arguments, tmp_path, monkeypatch):
+    """Also as `--out=~/runs`, where a shell leaves `~` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at = arguments.index("--out")
+    arguments[at:at + 2] = ["--out=~/mine"]
+    run = kvbench(*arguments, "--method", "full").json
+    assert (tmp_path / "mine" / run["run_id"] / "result.json").is_file()
+    assert kvbench("show", run["run_id"], "--out=~/mine").code == 0
+
+
 def test_a_tracker_that_is_not_installed_is_refused(kvbench, arguments, monkeypatch):
     """Before the run starts."""
     monkeypatch.setattr("kvbench.runs.request.importlib.util.find_spec", lambda _: None)

@@ -175,6 +175,7 @@ BAD_RECORDS = [
     ('{"id": "a"}', "line 2: context is missing"),
     ("[1]", "line 2: should be an object"),
     ({**RECORD, "context": " \n"}, "line 2: context = ' \\n' is empty"),
+    ({**RECORD, "id": []}, "line 2: id = [] should be a valid string or a valid integer"),
     ({**RECORD, "context": 3}, "line 2: context = 3 should be a valid string"),
     ({**RECORD, "contexts": "c"}, "line 2: contexts is an unknown key"),
     ({**RECORD, "turns": []}, "line 2: turns = [] list should have at least 1 item"),

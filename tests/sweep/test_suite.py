@@ -262,6 +262,8 @@ BAD = [
     (HEAD, "[[grid]]\nseed = 1\n", "task is missing"),
     (HEAD, "[[grid]]\ntaks = 'kv'\n", "unknown option 'taks'. Did you mean 'task'?"),
     (HEAD, "[[grid]]\ntask = 'kw'\n", "unknown task 'kw'. Did you mean 'kv'?"),
+    (HEAD, f"{GRID}[[grid.set]]\nwindow = 16\n", "bad.toml: [[grid]] 1: set must be one table; lists stand inside it"),
+    (HEAD, f"[[run.set]]\nwindow = 16\n{GRID}", "bad.toml: [run]: set must be one table; lists stand inside it"),
     (HEAD, f"{GRID}length = '3'\n", "length = '3' should be a valid integer"),
     (HEAD, f"{GRID}{GRID}", "are the same run"), (HEAD, f"[run]\nseed = []\n{GRID}", "seed is an empty list"),
     (HEAD.replace("toys", "ruler-mini"), GRID, "'ruler-mini' is the name of a bundled suite. Choose another name."),
@@ -284,7 +286,8 @@ def test_a_bad_suite_is_refused(kvbench, tmp_path, options, head, tables, messag
 @pytest.mark.parametrize(("line", "message"), [
     ("--suite ruler-min", "unknown suite 'ruler-min'. Did you mean 'ruler-mini'?"),
     ("--suite none.toml", "suite file 'none.toml' cannot be read: No such file"),
-    ("--suite ruler-mini --task niah", "run takes a --task or a --suite"), ("", "run takes a --task or a --suite"),
+    ("--suite ruler-mini --task niah", "--task and --suite were both given. Give one."),
+    ("", "run takes a --task or a --suite"),
     ("--suite ruler-mini --length 9", "suite ruler-mini has no run with length = 9, only with 1024, 2048. To"),
     ("--suite ruler", "cell 'full task=qa_1 length=4096 task-set.data=dev-v2.0.json' ([[grid]] 1): "),
     ("--suite ruler-mini --budget 10%", "full takes no budget"),

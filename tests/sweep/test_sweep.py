@@ -174,7 +174,7 @@ def test_each_of_several_runs_takes_every_grid():
 @pytest.mark.parametrize(("second", "grid", "message"), [
     ({"seed": []}, {"method": "full"}, r"^\[\[run\]\] 2: seed is an empty list"),
     ({"sed": 1}, {"method": "full"}, r"unknown option 'sed'.*In \[\[run\]\] 2"),
-    ({"seed": "1"}, {"method": "full"}, r"^\[\[grid\]\] 1, \[\[run\]\] 2 included: seed = '1'"),
+    ({"seed": "1"}, {"method": "full"}, r"^\[\[grid\]\] 1 \(with \[\[run\]\] 2\): seed = '1' should"),
 ])
 def test_an_error_names_the_run_of_several(second, grid, message):
     """By its number in the file."""
@@ -186,6 +186,13 @@ def test_an_empty_list_of_runs_is_refused():
     """It would make no cells."""
     with pytest.raises(ValidationError, match=r"run\n.*at least 1 item"):
         SweepFile(run=[], grid=[{"method": "full"}])
+
+
+def test_the_folder_of_a_sweep_may_be_in_the_home(monkeypatch, tmp_path):
+    """No shell reads the file, so kvbench replaces `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (cell,) = expand(SweepFile(out="~/runs", grid=[{"method": "full", "task": "niah"}]))
+    assert cell.request.out == tmp_path / "runs"
 
 
 def test_every_option_of_run_can_be_in_a_sweep():
@@ -213,8 +220,14 @@ BAD = [
     ("[[grid]]\nseed = 1\n", "", "method is missing"),
     (f'{LAST_GRID}samples = "4"\n', "", "samples = '4' should be a valid integer"),
     (f"{LAST_GRID}seed = [[1]]\n", "", "seed = [1] should be a valid integer"),
-    (f"{LAST_GRID}set = 3\n", "", "set = 3 should be a valid dictionary"),
-    (f"{LAST_GRID}set = 3\n", "[run.set]\nkind = 'bug'\n", "set = 3 should be a valid dictionary"),
+    (f"{LAST_GRID}set = 3\n", "", "[[grid]] 1: set must be one table"),
+    (f"{LAST_GRID}set = 3\n", "[run.set]\nkind = 'bug'\n", "[[grid]] 1: set must be one table"),
+    (f"{LAST_GRID}[[grid.set]]\nkind = 'x'\n", "[run.set]\nkind = 'bug'\n", "[[grid]] 1: set must be one table"),
+    (LAST_GRID, "set = [{ kind = 'bug' }, { kind = 'memory' }]\n", "such as set.NAME = [16, 64]"),
+    (f"{LAST_GRID}budget = true\n", "", (
+        "[[grid]] 1 (with [run]): budget = True should be a valid string or a valid integer or a valid number."
+    )),
+    (f"{LAST_GRID}set.kind = [[1]]\n", "", "set.kind = [1] should be a valid string or a valid integer or"),
     (f"{LAST_GRID}recompress = 1\n", "", "recompress = 1 should be a valid boolean"),
     ("[[grid]\n", "", "is not TOML"),
     ("[grid]\nmethod = 1\n", "", "grid = {'method': 1} should be a valid list"),
