@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.analysis.compare import Difference, compare_runs, describe_code, find_baseline, find_conflicts
 from kvbench.analysis.load import find_run, load_run
-from kvbench.errors import UserError
+from kvbench.errors import InterruptionError, UserError
 from kvbench.log import say
 from kvbench.runs.command import write_setting
 from kvbench.runs.options import Option, Request, list_options
@@ -40,12 +40,18 @@ def run(
 
     Raises:
         UserError: bad input, or a file cannot be written.
+        KeyboardInterrupt: Ctrl-C; a line on standard error says what is saved.
     """
     given = dict(locals())
     loaded = None if isinstance(model, str) else model
     if loaded is not None:
         given["model"] = loaded.id
-    outcome = run_job(prepare(_make_request(given, Path(out)), loaded))
+    request = _make_request(given, Path(out).expanduser())
+    try:
+        outcome = run_job(prepare(request, loaded))
+    except InterruptionError as stop:  # a caller that goes on after a UserError must not go on after Ctrl-C
+        say(str(stop))
+        raise KeyboardInterrupt from None
     if outcome.existing:
         say(outcome.describe_existing())
     return outcome.result
@@ -85,7 +91,7 @@ def compare(*runs: Result | str | Path, out: str | Path = "runs") -> list[Differ
     if len(runs) < 2:
         raise UserError(f"compare needs two or more runs, got {len(runs)}. Give results, folders or ids.")
     names = [x.run_id if isinstance(x, Result) else str(x) for x in runs]
-    loaded = [load_run(find_run(x, Path(out))) for x in names]
+    loaded = [load_run(find_run(x, Path(out).expanduser())) for x in names]
     for warning in [*find_conflicts(loaded), describe_code(loaded)]:
         if warning is not None:
             say(f"warning: {warning}")

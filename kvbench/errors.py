@@ -34,6 +34,12 @@ class FileTierError(UserError):
     """A file of entries could not be written or read: the run stops, no sample has failed, and it can be resumed."""
 
 
+class InterruptionError(UserError):
+    """Ctrl-C. The message says what is kept, and how to continue."""
+
+    exit_code = 130
+
+
 class DeviceLostError(UserError):
     """The CUDA context is unusable by this process: what is finished is saved, and the same command continues."""
 

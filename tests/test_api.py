@@ -85,6 +85,17 @@ def test_an_argument_of_another_type_is_refused(given, message):
         kvbench.run(**{"method": LAST, "task": TOY, **given})
 
 
+def test_ctrl_c_is_no_bad_input(model_folder, tmp_path, monkeypatch, capsys):
+    """A loop that goes on after a UserError ends; the line says what is saved."""
+    def press(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvbench.runs.runner.run_one", press)
+    with pytest.raises(KeyboardInterrupt):
+        kvbench.run(method="full", task=TOY, model=str(model_folder), samples=2, device="cpu", out=tmp_path)
+    assert "interrupted: 0 of 2 samples are saved" in capsys.readouterr().err
+
+
 def test_runs_are_compared_by_result_folder_and_id(model_folder, tmp_path, capsys):
     """As `kvbench compare` does, with its warnings on standard error."""
     given = {"task": TOY, "model": str(model_folder), "samples": 4, "device": "cpu", "out": tmp_path}

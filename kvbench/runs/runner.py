@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import UserError
+from kvbench.errors import InterruptionError, UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.runs.batch import group_samples, run_batch, run_one
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from kvbench.runs.progress import Progress
 
 
-class InterruptedRunError(UserError):
+class InterruptedRunError(InterruptionError):
     """Ctrl-C. Finished samples are saved, and the same command resumes the run."""
 
-    exit_code = 130
 
 @dataclass(frozen=True)
 class Outcome:

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.errors import DeviceLostError, UserError
+from kvbench.errors import DeviceLostError, InterruptionError, UserError
 from kvbench.log import labeling, say
 from kvbench.runs.job import Job
 from kvbench.runs.options import Request
@@ -171,7 +171,7 @@ def run_group(
         advance: called with a cell and the number of its finished samples after each sample.
 
     Raises:
-        InterruptedRunError: Ctrl-C.
+        InterruptionError: Ctrl-C.
         DeviceLostError: the GPU has become unusable by this process.
     """
     shared = None
@@ -194,7 +194,7 @@ def _run_steps(
     cell: SweepCell, cache: ModelCache, advance: Callable[[int], None], shared: SharedPrefill | None
 ) -> Generator[int, None, CellReport]:
     """Run a cell; yields the index of each sample before it is run."""
-    from kvbench.runs.runner import InterruptedRunError, run_samples
+    from kvbench.runs.runner import run_samples
 
     job: Job | None = None
     try:
@@ -202,7 +202,7 @@ def _run_steps(
         cache.put(cell, job.loaded)
         _wait_for(job.folder)
         outcome = yield from run_samples(job, CountCallback(advance), shared)
-    except (InterruptedRunError, DeviceLostError):
+    except (InterruptionError, DeviceLostError):
         raise
     except UserError as error:
         return CellReport(cell, "failed", str(error), None if job is None else job.folder)

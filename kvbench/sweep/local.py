@@ -43,7 +43,7 @@ def run_local(
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after all workers have ended.
-        InterruptedRunError: Ctrl-C while a cell ran in this process.
+        InterruptionError: Ctrl-C while a cell ran in this process.
         UserError: more workers than fit on the GPUs.
     """
     from kvbench.sweep.cell import ModelCache, group_cells, run_group

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvbench.errors import UserError
+from kvbench.errors import InterruptionError, UserError
 from kvbench.kernels import choice
 from kvbench.log import say_once
 from kvbench.runs import prepare as preparation
@@ -27,7 +27,7 @@ from kvbench.runs import sample
 from kvbench.runs.files import locked, read_lines
 from kvbench.runs.options import Request
 from kvbench.sweep import predict as prediction
-from kvbench.sweep.cell import CellReport, SweepCell
+from kvbench.sweep.cell import CellReport, ModelCache, SweepCell, run_group
 from kvbench.sweep.check import check_cells
 from kvbench.sweep.file import NAMES, SweepFile, as_text, expand, read_sweep
 from kvbench.sweep.local import WorkerPool
@@ -563,6 +563,17 @@ def test_interrupted_workers_leave_complete_samples(kvbench, sweep, tmp_path):
     again = kvbench("sweep", path, "--json")
     assert again.code == 0
     assert_same(again.json, kvbench("sweep", sweep(f"{LAST_GRID}seed = [1, 2, 3]\n", out="whole"), "--json").json)
+
+
+def test_ctrl_c_while_a_model_is_converted_ends_the_sweep(monkeypatch):
+    """It is no failure of the cell, after which the others would go on."""
+    def stop(*_):
+        raise InterruptionError("interrupted: no model was added.")
+
+    monkeypatch.setattr("kvbench.sweep.cell.prepare", stop)
+    cell = SweepCell(0, "full", Request(method="full", task="niah"), {})
+    with pytest.raises(InterruptionError):
+        list(run_group([cell], ModelCache(), lambda *_: None))
 
 
 def test_an_unavailable_ray_is_refused(kvbench, sweep, tmp_path, monkeypatch):
