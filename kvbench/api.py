@@ -47,6 +47,8 @@ def run(
     if loaded is not None:
         given["model"] = loaded.id
     request = _make_request(given, Path(out).expanduser())
+    if loaded is not None:
+        _check_loaded(request, loaded)
     try:
         outcome = run_job(prepare(request, loaded))
     except InterruptionError as stop:  # a caller that goes on after a UserError must not go on after Ctrl-C
@@ -68,6 +70,24 @@ def _make_request(given: Mapping[str, Any], out: Path) -> Request:
             value = tuple(f"{key}={write_setting(x)}" for key, x in value.items())
         values[option.name] = value
     return Request(**values, out=out)
+
+
+def _check_loaded(request: Request, model: Model) -> None:
+    """Refuse options of loading that a loaded model contradicts."""
+    from kvbench.hf.config import AUTO
+
+    given = {
+        "device": (request.device, str(model.device), model.device.type), "dtype": (request.dtype, model.dtype, AUTO),
+    }
+    for name, (asked, *allowed) in given.items():
+        if asked not in (None, *allowed):
+            raise UserError(
+                f"{name} '{asked}' contradicts the loaded model ({allowed[0]}). Give it to kvbench.load_model."
+            )
+    if request.device_map is not None:
+        raise UserError(
+            f"device_map '{request.device_map}' has no effect on a loaded model. Give it to kvbench.load_model alone."
+        )
 
 
 def _check_type(option: Option, value: object) -> None:

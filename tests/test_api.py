@@ -85,6 +85,20 @@ def test_an_argument_of_another_type_is_refused(given, message):
         kvbench.run(**{"method": LAST, "task": TOY, **given})
 
 
+@pytest.mark.parametrize(("given", "message"), [
+    ({"dtype": "bfloat16"}, r"dtype 'bfloat16' contradicts the loaded model \(float32\)"),
+    ({"device": "cuda"}, r"device 'cuda' contradicts the loaded model \(cpu\)"),
+    ({"device_map": "auto"}, "device_map 'auto' has no effect on a loaded model"),
+])
+def test_a_loaded_model_is_not_loaded_otherwise(model_folder, tmp_path, given, message):
+    """A value that contradicts it is refused with the function that takes it; an equal one is not."""
+    model = load_model(str(model_folder), dtype="float32")
+    common = {"method": "full", "task": TOY, "model": model, "samples": 1, "out": tmp_path}
+    with pytest.raises(UserError, match=f"^{message}. Give it to kvbench.load_model"):
+        kvbench.run(**common, **given)
+    assert kvbench.run(**common, dtype="float32", device="cpu").status == "ok"
+
+
 def test_ctrl_c_is_no_bad_input(model_folder, tmp_path, monkeypatch, capsys):
     """A loop that goes on after a UserError ends; the line says what is saved."""
     def press(*_):

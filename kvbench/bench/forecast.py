@@ -222,7 +222,7 @@ def make_methods(
     Raises:
         UserError: an unknown name or setting, or a method for the other kind of model.
     """
-    if settings and len(asked) != 1:
+    if settings and (len(asked) != 1 or ALL in asked):
         raise UserError("--set applies to one method: leave it out, or give one --method.")
     made = {}
     for name in name_methods(asked, kind):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kvbench.task import Task
 
 
+MODEL, SAMPLES = "mini", 20
+"""Defaults for tasks."""
+
+
 def check_command(
     name: Annotated[
         str, typer.Argument(help="A method or task: its name, path/to/file.py:Class, or path/to/task.toml.")
@@ -28,8 +32,12 @@ def check_command(
     task_settings: Annotated[
         list[str] | None, typer.Option("--task-set", metavar="KEY=VALUE", help="A setting of the task; repeatable.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Model whose tokenizer counts the lengths of a task's prompts.")] = "mini",
-    samples: Annotated[int, typer.Option(help="Examples of a task to check; a .toml is checked whole.")] = 20,
+    model: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer counts the lengths of a task's prompts; default: mini.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Examples of a task to check; default: 20; a .toml is checked whole.")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Where a method is tested: cpu (models in float32) or cuda (models in bfloat16).")
     ] = "cpu",
@@ -43,17 +51,22 @@ def check_command(
     if name.endswith(".toml"):
         if settings or task_settings:
             raise UserError(f"{name} has no settings. Leave out --set and --task-set.")
+        if samples is not None:
+            raise UserError(f"{name} is checked whole. Leave out --samples.")
         _refuse_device(name, device)
-        return _check_records(Path(name), model, as_json=as_json)
+        return _check_records(Path(name), model or MODEL, as_json=as_json)
     found = find_either(name)
     if issubclass(found, Task):
         _refuse_device(name, device)
         if settings:
             raise UserError(f"--set is for methods, and {name} is a task. Use --task-set.")
         task = configure(found, parse_pairs(task_settings or (), "--task-set"), "--task-set", name)
-        return _check_task(task, model, samples, as_json=as_json)
+        return _check_task(task, model or MODEL, SAMPLES if samples is None else samples, as_json=as_json)
     if task_settings:
         raise UserError(f"--task-set is for tasks, and {name} is a method. Use --set.")
+    for flag, value in (("--model", model), ("--samples", samples)):
+        if value is not None:
+            raise UserError(f"{flag} is for tasks, and {name} is a method, which needs none. Leave it out.")
     made = configure(found, parse_pairs(settings or (), "--set"), "--set", name)
     from kvbench.analysis.formatting import print_table
     from kvbench.check import check

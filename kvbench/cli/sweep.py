@@ -55,7 +55,7 @@ def sweep_command(
     if (workers or 1) > 1 and any(x.request.device_map is not None for x in cells):
         raise UserError("a cell with a device map may use all GPUs. Use --workers 1.")
     if dry_run:
-        return show_prediction(cells, workers or 1, as_json=as_json)
+        return show_prediction(cells, workers or 1, share=share_prefill, as_json=as_json)
     reports = run_cells(cells, executor, workers, address, share=share_prefill)
     _print(reports)
     if as_json:
@@ -124,8 +124,8 @@ def _print(reports: list[CellReport]) -> None:
     print_table("", ("cell", "", "score", "stored", "run"), rows)
 
 
-def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> int:
-    """Print the predicted time of every cell; exit code 1 if a cell cannot run."""
+def show_prediction(cells: list[SweepCell], workers: int, *, share: bool = False, as_json: bool) -> int:
+    """Print the predicted time of every cell; exit code 1 if a cell cannot run. share: as in `run_cells`."""
     from kvbench.analysis.formatting import print_table
     from kvbench.sweep.predict import predict
 
@@ -138,7 +138,8 @@ def show_prediction(cells: list[SweepCell], workers: int, *, as_json: bool) -> i
     seconds = sum(x.seconds or 0.0 for x in found)
     echo(
         f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted time {seconds / workers:.0f} s "
-        f"with {workers} worker{'s' if workers > 1 else ''} (measured with the full cache on this machine)."
+        f"with {workers} worker{'s' if workers > 1 else ''} (measured with the full cache on this machine"
+        f"{', each method with its own prefill' if share else ''})."
     )
     if as_json:
         print_json([

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.bench.forecast import COPY_SHARE, GPUS, LATER, Need, make_forecast, read_budget
+from kvbench.bench.forecast import COPY_SHARE, GPUS, LATER, Need, make_forecast, make_methods, read_budget
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf import load_model, predict_memory
@@ -179,6 +179,12 @@ def test_wrong_requests_are_refused(kvbench, line, message):
     assert answer.code == 2
     assert message in answer.err
     assert len(answer.err.splitlines()) == 1
+
+
+def test_a_setting_is_not_for_all_methods():
+    """None of them would take it."""
+    with pytest.raises(UserError, match="--set applies to one method"):
+        make_methods(["all"], {"window": "64"}, "mini", "autoregressive")
 
 
 def test_the_command_prints_a_row_per_method_and_ends_in_json(kvbench):

@@ -180,6 +180,18 @@ def test_show_prints_a_model(kvbench, model_folder):
     assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
 
 
+@pytest.mark.parametrize(("line", "message"), [
+    ("check snapkv --model mini", "--model is for tasks, and snapkv is a method"),
+    ("check snapkv --samples 3", "--samples is for tasks, and snapkv is a method"),
+    ("check task.toml --samples 3", "task.toml is checked whole. Leave out --samples."),
+])
+def test_check_refuses_what_it_would_not_read(kvbench, line, message):
+    """By name, before anything is tested."""
+    answer = kvbench(*line.split())
+    assert answer.code == 2
+    assert message in answer.err
+
+
 def test_check_fails_with_a_failed_invariant(kvbench, monkeypatch):
     """Exit code 1, and the name of the invariant."""
     outcomes = [InvariantOutcome("an invariant", True, "fine", 0.1), InvariantOutcome("another", False, "not so", 0.2)]

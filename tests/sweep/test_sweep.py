@@ -391,6 +391,7 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     answer = kvbench("sweep", path, "--dry-run", "--json")
     assert answer.code == 1
     assert "4 cells, 16 samples to run; predicted" in answer.out
+    assert "each method with its own prefill" not in answer.out
     assert not (tmp_path / "runs").exists()
     assert [x["error"] is None for x in answer.json] == [True, False, True, False]
     assert answer.json[0]["predicted_s"] == answer.json[2]["predicted_s"] > 0
@@ -402,7 +403,9 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     assert "with 2 workers" in again.out
     (sample_lines.parent / "result.json").unlink()
     sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
-    assert kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--json").json[0]["missing"] == 3
+    last = kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--share-prefill", "--json")
+    assert last.json[0]["missing"] == 3
+    assert "each method with its own prefill" in last.out
 
 
 def test_a_dry_run_times_the_kernels_of_its_cells(sweep, monkeypatch):
