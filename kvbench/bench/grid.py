@@ -52,8 +52,8 @@ def _emit_all(job: BenchJob, wrong: Mapping[str, Failure], emit: Callable[[Bench
 
 def _lost(name: str, failure: Failure) -> DeviceLostError:
     return DeviceLostError(
-        f"the GPU cannot be used after an error of {name}: {failure.reason}. Run the same command with the same --out: "
-        "it continues with the cells that are missing."
+        f"the GPU cannot be used after an error of {name}: {failure.reason}. A command with --out FILE continues with "
+        "the missing cells when it is run again."
     )
 
 

@@ -42,6 +42,8 @@ from kvbench.log import say
 # Newer versions of typer contain their own click; its base exception is reached through a class that typer exports.
 CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x.__name__ == "ClickException")
 INTERRUPTED = 130
+RESUMED = ("run", "sweep", "reproduce", "explain")
+"""Commands that save samples and continue when they are called again."""
 AGAIN = "Run the same command to continue: saved samples are kept."
 
 app = typer.Typer(
@@ -103,14 +105,21 @@ def main() -> None:
     # On a busy CPU, OpenMP threads that spin while waiting cost up to thirty times the work itself. OpenMP reads this
     # variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if sys.argv[1:2] in (["run"], ["sweep"], ["reproduce"]):
+    if _is_resumed(sys.argv[1:]):
         signal.signal(signal.SIGTERM, _terminate)
     sys.exit(call(sys.argv[1:]))
 
 
+def _is_resumed(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and arguments[0] in RESUMED
+
+
 def _terminate(*_: object) -> None:
-    """End by SIGTERM, as without this handler, but say that nothing is lost."""
+    """End by SIGTERM, as without this handler, but say that nothing is lost, and end the workers of a sweep."""
     os.write(2, f"\nkvbench: terminated. {AGAIN}\n".encode())
+    if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # it would finish its sample first, and hold the lock of the run's folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -134,11 +143,8 @@ def call(arguments: Sequence[str]) -> int:
         return _stop(f"'{name[:40]}...' ({len(name)} characters) is too long for the name of a file or folder.", 2)
     except typer.Abort:  # Ctrl-C with older versions of typer; newer ones return the code
         code = INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail, too
-        return 1
     if code == INTERRUPTED:
-        return _stop(f"interrupted. {AGAIN}", code)
+        return _stop(f"interrupted. {AGAIN}" if _is_resumed(arguments) else "interrupted.", code)
     return code if isinstance(code, int) else 0
 
 

@@ -10,7 +10,7 @@ import typer
 
 from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
-from kvbench.errors import UserError
+from kvbench.errors import InterruptionError, UserError
 
 if TYPE_CHECKING:
     from kvbench.bench.forecast import Forecast, MethodForecast
@@ -62,11 +62,18 @@ def bench_command(
     from kvbench.bench.run import BenchRequest, run_bench
     from kvbench.bench.table import make_tables
 
-    found = run_bench(BenchRequest(
+    request = BenchRequest(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
         timings=_split(timing), state=state, budget=budget, settings=tuple(settings or ()), kernels=kernels,
         chunk=chunk, rounds=rounds, memory=memory, seconds=seconds, device=device, dtype=dtype, out=out,
-    ))
+    )
+    try:
+        found = run_bench(request)
+    except KeyboardInterrupt:
+        if out is None or not out.exists():
+            raise
+        said = f"interrupted: finished cells are in {out}. Run the same command to continue."
+        raise InterruptionError(said) from None
     where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
     context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
     echo(

@@ -19,10 +19,10 @@ class SweepProgress:
 
     def __init__(self, cells: Sequence[SweepCell], show: Callable[[SweepProgress], None]) -> None:
         self.reports: dict[int, CellReport] = {}
-        self.total = sum(x.request.samples for x in cells)
-        self.cells = len(cells)
+        self.samples = {x.index: x.request.samples for x in cells}
+        self.total = sum(self.samples.values())
         self.done = dict.fromkeys((x.index for x in cells), 0)
-        """Finished samples by cell."""
+        """Saved samples by cell."""
         self._saved: dict[int, int] = {}
         """Samples that this sweep did not compute, by cell that has begun."""
         self._began: float | None = None
@@ -43,16 +43,18 @@ class SweepProgress:
         """Record the report of a cell."""
         cell, done = report.cell, self.done[report.cell.index]
         self.reports[cell.index] = report
-        self._saved[cell.index] = cell.request.samples - (done - self._saved.get(cell.index, done))
-        self.done[cell.index] = cell.request.samples
+        if _is_saved(report):
+            self._saved[cell.index] = cell.request.samples - (done - self._saved.get(cell.index, done))
+            self.done[cell.index] = cell.request.samples
         what = "already finished" if report.existing else "done"
         self.receive(cell, what if report.status == "ok" else f"FAILED: {report.error}")
         self._show(self)
 
     @property
     def counts(self) -> str:
-        """Finished cells and samples, as text."""
-        return f"{len(self.reports)}/{self.cells} cells, {sum(self.done.values())}/{self.total} samples"
+        """Saved cells and samples, as text; a cell without a result has those that were saved before it failed."""
+        cells = sum(map(_is_saved, self.reports.values()))
+        return f"{cells}/{len(self.samples)} cells, {sum(self.done.values())}/{self.total} samples"
 
     @property
     def left(self) -> str:
@@ -60,12 +62,17 @@ class SweepProgress:
 
         The first of cells that share a prefill computes it for all.
         """
-        missing = self.total - sum(self.done.values())
+        missing = sum(n - self.done[cell] for cell, n in self.samples.items() if cell not in self.reports)
         computed = {cell: self.done[cell] - saved for cell, saved in self._saved.items()}
         waiting = any(not count for cell, count in computed.items() if cell not in self.reports)
         if self._began is None or waiting or not any(computed.values()) or not missing:
             return ""
         return f", about {(time.monotonic() - self._began) / sum(computed.values()) * missing:.0f} s left"
+
+
+def _is_saved(report: CellReport) -> bool:
+    """Whether all samples of a cell are saved: it has a result, of which single samples may have failed."""
+    return report.status == "ok" or report.result is not None
 
 
 @contextmanager
@@ -90,6 +97,6 @@ class _Lines:
         self._console, self._said = console, time.monotonic()
 
     def __call__(self, progress: SweepProgress) -> None:
-        if time.monotonic() - self._said >= EVERY or len(progress.reports) == progress.cells:
+        if time.monotonic() - self._said >= EVERY or len(progress.reports) == len(progress.samples):
             self._said = time.monotonic()
             self._console.print(progress.counts + progress.left, highlight=False)

@@ -740,6 +740,7 @@ def test_a_lost_device_ends_the_job_and_the_same_command_continues(bench, greedy
     first = bench(*asked)
     assert first.code == 3
     assert "the GPU cannot be used after an error of" in first.err
+    assert "A command with --out FILE continues with the missing cells when it is run again." in first.err
     found = Bench.model_validate_json(out.read_text())
     assert found.status == "running"
     assert [(x.method.name, x.outcome) for x in found.cells] == [

@@ -383,14 +383,35 @@ def test_lists_fit_a_terminal(kvbench, what, monkeypatch):
     assert {x["name"] for x in found} <= {x.split()[0].rstrip(",") for x in lines if x}
 
 
-def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch):
-    """With every version of typer."""
-    def interrupted(kind):
+@pytest.mark.parametrize(("line", "said"), [
+    ("list methods", "interrupted."), ("run --method full --task niah", f"interrupted. {AGAIN}"),
+])
+def test_ctrl_c_outside_of_a_run_is_reported(kvbench, monkeypatch, line, said):
+    """With every version of typer; only commands that save samples say that they continue."""
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvbench.registry.list_entries", interrupted)
-    answer = kvbench("list", "methods")
-    assert (answer.code, answer.out, answer.err) == (130, "", f"kvbench: interrupted. {AGAIN}\n")
+    monkeypatch.setattr("kvbench.sweep.file.make_request", interrupted)
+    answer = kvbench(*line.split())
+    assert (answer.code, answer.out, answer.err) == (130, "", f"kvbench: {said}\n")
+
+
+def test_ctrl_c_in_bench_names_the_file_of_finished_cells(kvbench, monkeypatch, tmp_path):
+    """If there is one."""
+    def interrupted(request):
+        if request.out is not None and request.out.name == "cells.json":
+            request.out.write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvbench.bench.run.run_bench", interrupted)
+    cells, none = tmp_path / "cells.json", tmp_path / "none.json"
+    for options, said in (
+        (("--out", cells), f"interrupted: finished cells are in {cells}. Run the same command to continue."),
+        (("--out", none), "interrupted."), ((), "interrupted."),
+    ):
+        answer = kvbench("bench", "--method", "full", *options)
+        assert (answer.code, answer.err.splitlines()[-1]) == (130, f"kvbench: {said}")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder here that nobody can write into")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -528,15 +529,26 @@ def test_a_lost_gpu_ends_the_process_of_its_cell(kvbench, sweep, tmp_path, worke
         assert "the worker died (exit code 3) 2 times" in answer.json[0]["error"]
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[str]:
+def start(path: Path, *options: str, sleep: str = "0.5") -> subprocess.Popen[str]:
     """Start the real command, slowed down so that it can be interrupted between two samples."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     return subprocess.Popen(
         [sys.executable, "-c", f"{heard}; from kvbench.cli import main; main()", "sweep", str(path), "--json",
          *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "TOY_SLEEP": "0.5", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TOY_SLEEP": sleep, "OMP_NUM_THREADS": "1"},
     )
+
+
+def list_workers(group: int) -> list[int]:
+    """The running worker processes of a sweep, by the group of processes that `start` makes."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended by now
+            state, _, own = (place / "stat").read_text().rpartition(")")[2].split()[:3]
+            if own == str(group) and state != "Z" and b"spawn_main" in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+    return found
 
 
 def wait_for_samples(process: subprocess.Popen[str], folder: Path, cells: int) -> None:
@@ -545,6 +557,22 @@ def wait_for_samples(process: subprocess.Popen[str], folder: Path, cells: int) -
     while sum(x.stat().st_size > 0 for x in folder.glob("*/samples.jsonl")) < cells:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_terminated_sweep_leaves_no_worker(sweep, tmp_path):
+    """SIGTERM to its main process alone: the workers end before their samples do, so that another can continue."""
+    process = start(sweep(f"{LAST_GRID}seed = [1, 2]\n"), "--workers", "2", sleep="5")
+    wait_for_samples(process, tmp_path / "runs", 2)
+    assert len(list_workers(process.pid)) == 2
+    os.kill(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 3  # one of them has just begun a sample that takes five seconds
+    while list_workers(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert "kvbench: terminated." in err
 
 
 @pytest.mark.slow
@@ -658,6 +686,18 @@ def test_the_time_left_counts_what_this_sweep_computes(monkeypatch):
     progress.receive(cells[1], 20)
     progress.finish(CellReport(cells[1], "ok"))
     assert progress.left == ", about 50 s left"
+
+
+def test_a_failed_cell_counts_for_what_it_saved(monkeypatch):
+    """A cell without a result is none of the saved cells; one whose result says that it failed is."""
+    cells, progress = follow_cells(monkeypatch, 3)
+    progress.receive(cells[0], 3)
+    progress.finish(CellReport(cells[0], "failed", "an error"))
+    progress.finish(CellReport(cells[1], "failed", "an error"))
+    assert progress.counts == "0/3 cells, 3/60 samples"
+    progress.finish(CellReport(cells[2], "failed", "acted in 0 of 20 samples", result=object()))
+    assert progress.counts == "1/3 cells, 23/60 samples"
+    assert progress.left == ""
 
 
 def test_the_time_left_is_unknown_until_every_cell_has_computed(monkeypatch):
