@@ -121,12 +121,20 @@ def find_task(name: str) -> type[Task]:
         UserError: there is none, or its file is broken.
     """
     if name.endswith(".toml"):
-        return read_task(Path(name), find_scorer)
+        task = read_task(Path(name), find_scorer)
+        refuse_taken_name("task", task.name, Path(name))
+        return task
     if name.startswith("lm-eval:"):
         from kvbench.integrations.lmeval.task import make_task
 
         return make_task(name)
     return cast("type[Task]", _find("task", name))
+
+
+def is_registered(kind: Kind, name: str) -> bool:
+    """Whether a name, an alias, or each part of a composition of methods is registered."""
+    known = {alias for x in list_entries(kind) for alias in (x.name, *x.aliases)}
+    return known.issuperset(name.split("+") if kind == "method" else [name])
 
 
 def refuse_unregistered(kind: Kind, name: str, hint: str) -> None:
@@ -140,8 +148,7 @@ def refuse_unregistered(kind: Kind, name: str, hint: str) -> None:
     Raises:
         UserError: it is anything else.
     """
-    known = {alias for x in list_entries(kind) for alias in (x.name, *x.aliases)}
-    if not known.issuperset(name.split("+") if kind == "method" else [name]):
+    if not is_registered(kind, name):
         raise UserError(
             f"{kind} {name!a} of the run is not registered, and kvbench executes no file that a run names. {hint}"
         )
@@ -268,15 +275,20 @@ def _load_file(text: str, *kinds: Kind) -> type:
         raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
     chosen = found[class_name] if class_name else next(iter(found.values()))
     if issubclass(chosen, Method):
-        _refuse_taken_name(chosen.card.name, path)
+        refuse_taken_name("method", chosen.card.name, path)
     return cast("type", chosen)
 
 
-def _refuse_taken_name(name: str, path: Path) -> None:
-    """Refuse a file's method whose results would be taken for those of another one, or of a composition."""
-    owners = [x for part in name.split("+") for x in list_entries("method", part) if x.name == part]
-    if len(owners) > name.count("+") and all(x.path is None or x.path.resolve() != path.resolve() for x in owners):
-        raise UserError(f"{path} names its method '{name}', which is a method of kvbench. Give it another name.")
+def refuse_taken_name(kind: Kind, name: str, path: Path) -> None:
+    """Refuse a file's method or task whose results would be taken for those of another one.
+
+    Raises:
+        UserError: a method, a composition of methods or a task that is registered has the name.
+    """
+    parts = name.split("+") if kind == "method" else [name]
+    owners = [x for part in parts for x in list_entries(kind, part) if part in (x.name, *x.aliases)]
+    if len(owners) == len(parts) and all(x.path is None or x.path.resolve() != path.resolve() for x in owners):
+        raise UserError(f"{path} names its {kind} '{name}', which is a {kind} of kvbench. Give it another name.")
 
 
 def _broken(what: str, path: Path | None, error: Exception | SystemExit) -> UserError:

@@ -91,8 +91,10 @@ def _check_records(path: Path, model: str, *, as_json: bool) -> int:
     from kvbench.check.audit import audit_rows
     from kvbench.custom.files import read_parts
     from kvbench.hf import load_tokenizer
+    from kvbench.registry import refuse_taken_name
 
     table, rows = read_parts(path)
+    refuse_taken_name("task", table.name, path)
     return _print_audit(table.name, audit_rows(table, rows, load_tokenizer(model)), model, as_json=as_json)
 
 

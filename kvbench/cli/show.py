@@ -18,6 +18,7 @@ from kvbench.log import say
 
 if TYPE_CHECKING:
     from kvbench.method import Method
+    from kvbench.runs.spec import RunSpec
     from kvbench.sweep.suite import Suite
     from kvbench.task import Task
 
@@ -101,12 +102,27 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
     done = len(finished_samples(read_lines(folder / "samples.jsonl"))) if journal and not finished else 0
     if not finished:
         print_table("", (spec.run_id, "not finished"), [("samples", f"{done} of {spec.samples}")])
-    echo(f"made by: {write_command(spec)}\nanswers: kvbench answers {folder}")
+    own = _list_own(spec)
+    file = f" (put the path of its file for {' and '.join(own)})" if own else ""
+    echo(f"made by{file}: {write_command(spec)}\nanswers: kvbench answers {folder}")
     if as_json:
         print_json(
             result.model_dump(mode="json") if finished
             else {"kind": "run", "run_id": spec.run_id, "samples": done, "spec": spec.model_dump(mode="json")}
         )
+
+
+def _list_own(spec: RunSpec) -> list[str]:
+    """The names in a run's command that `kvbench run` does not take, because a file of the user's defines them."""
+    from kvbench.registry import is_registered
+
+    own = []
+    if spec.method.code is not None or not is_registered("method", spec.method.name):
+        own.append(spec.method.name)
+    task = spec.task.name
+    if spec.task.code is not None or not (is_registered("task", task) or task.startswith("lm-eval:")):
+        own.append(task)
+    return own
 
 
 def _suite_heading(task: dict[str, Any]) -> str:

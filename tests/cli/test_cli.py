@@ -180,6 +180,18 @@ def test_show_prints_a_model(kvbench, model_folder):
     assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
 
 
+def test_show_prints_the_command_of_a_run(kvbench, arguments, tmp_path):
+    """With a note where a file defines the method or the task: their names alone would be unknown."""
+    own = kvbench(*arguments, "--method", LAST).json["run_id"]
+    arguments[arguments.index("--task") + 1] = "kv-short"
+    registered = kvbench(*arguments, "--method", "full", "--length", "500", "--samples", "1").json["run_id"]
+    out = ("--out", tmp_path / "runs")
+    assert "made by (put the path of its file for last and toy): kvbench run --method last" in kvbench(
+        "show", own, *out
+    ).out
+    assert "\nmade by: kvbench run --method full --task kv-short" in kvbench("show", registered, *out).out
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("check snapkv --model mini", "--model is for tasks, and snapkv is a method"),
     ("check snapkv --samples 3", "--samples is for tasks, and snapkv is a method"),

@@ -241,6 +241,17 @@ def test_a_table_that_is_wrong_is_refused(kvbench, arguments, write, command, ta
     assert message in line
 
 
+@pytest.mark.parametrize("name", ["niah", "niah_multikey_1", "qa_1"])
+@pytest.mark.parametrize("command", ["run", "check", "show"])
+def test_the_name_or_alias_of_a_bundled_task_is_refused(kvbench, arguments, write, command, name):
+    """Its results would be taken for those of the bundled task."""
+    path = write(name=name)
+    arguments[arguments.index("--task") + 1] = str(path)
+    answer = kvbench(*([*arguments, "--method", "full"] if command == "run" else [command, path]))
+    assert answer.code == 2
+    assert f"{path} names its task '{name}', which is a task of kvbench. Give it another name." in answer.err
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("name = ", "is not TOML: Invalid value (at end of document)"),
     ('name = "a"\nversion == 3\n', "is not TOML: Invalid value (at line 2, column 10)"),
