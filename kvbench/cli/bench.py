@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 Text = str | None
 Methods = Annotated[
-    list[str], typer.Option("--method", metavar="NAME", help="Repeatable; all: every method. Anchors are always added.")
+    list[str], typer.Option("--method", metavar="NAME", help=(
+        "Repeatable; all: every method. Added for comparison: the full cache and its 8-bit form, or on diffusion "
+        "models no cache."
+    ))
 ]
-Budget = Annotated[Text, typer.Option(help="25%, 1024 (tokens per KV head), or paper; ignored by methods without one.")]
+Budget = Annotated[Text, typer.Option(help=(
+    "25% (the default), 1024 (tokens per KV head), or paper; ignored by methods without one."
+))]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the one method; repeatable.")
 ]

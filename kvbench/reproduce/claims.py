@@ -147,6 +147,10 @@ def find_claims(text: str) -> list[Claim]:
     for index, (kind, part) in enumerate(zip(("table", "model", "row", "column"), parts, strict=False)):
         names = dict.fromkeys(x.parts[index] for x in found)
         if part and part not in names:
-            raise unknown(f"{kind} of {name}", part, names, "See `kvbench reproduce --list`.")
+            hint = "See `kvbench reproduce --list`."
+            if index:
+                table = f"{text.partition(':')[0]}:{parts[0]}"
+                hint = f"`kvbench reproduce {table} --dry-run` lists its models and rows, with --json also its columns."
+            raise unknown(f"{kind} of {name}", part, names, hint)
         found = [x for x in found if part in ("", x.parts[index])]
     return found

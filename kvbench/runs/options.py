@@ -28,15 +28,23 @@ class Request:
 
     method: Annotated[str, Help("A name of `kvbench list methods`, or path/to/file.py:Class.")]
     task: Annotated[str, Help("A name of `kvbench list tasks`, path/to/file.py:Class, or path/to/task.toml.")]
-    model: Annotated[str, Help("A bundled model, a local folder, a hub id, or random: before one.")] = "mini"
-    budget: Annotated[
-        str | None, Help("A share such as 25%, tokens per KV head such as 1024, or paper.", numeric=True)
-    ] = None
-    mode: Annotated[str, Help("single, multi-turn or multi-request.")] = "single"
-    visibility: Annotated[
-        str | None, Help("Whether the method sees the question when it compresses: visible, hidden or first-turn.")
-    ] = None
-    history: Annotated[str | None, Help("Earlier answers of multi-turn: reference or own.")] = None
+    model: Annotated[str, Help(
+        "A bundled model, a local folder, or a hub id; random:NAME gives it random weights (times and bytes only, no "
+        "score)."
+    )] = "mini"
+    budget: Annotated[str | None, Help(
+        "What the method may keep or read: a share of the full cache such as 25%, the default of methods with a "
+        "budget; tokens per KV head such as 1024; or paper, the paper's own.", numeric=True,
+    )] = None
+    mode: Annotated[str, Help(
+        "single: one question per context; multi-turn: a conversation; multi-request: separate questions about one "
+        "compressed context."
+    )] = "single"
+    visibility: Annotated[str | None, Help(
+        "Whether the method sees the question when it compresses: visible (default of single), first-turn (of "
+        "multi-turn) or hidden (of multi-request)."
+    )] = None
+    history: Annotated[str | None, Help("Earlier answers of multi-turn: reference (default) or own.")] = None
     recompress: Annotated[bool, Help("Compress again at every turn.")] = False
     template: Annotated[
         str, Help("own: the tokenizer's chat template, if it has one; none: the text alone.")
@@ -117,7 +125,7 @@ def list_options() -> tuple[Option, ...]:
         if isinstance(kind, types.UnionType):
             kind = get_args(kind)[0]
         text, required = shown.text, field.default is MISSING
-        if not required and field.default not in (None, False, ()):
+        if not required and field.default not in (None, ()) and field.default is not False:
             text = f"{text.removesuffix('.')}; default: {field.default}."
         found.append(Option(
             name=field.name, flag=shown.flag or f"--{field.name.replace('_', '-')}", help=text,

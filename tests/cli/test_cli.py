@@ -18,6 +18,7 @@ from kvbench.check import InvariantOutcome
 from kvbench.cli import AGAIN
 from kvbench.cli.probes import EXTRAS
 from kvbench.runs.files import read_lines
+from kvbench.runs.options import list_options
 from kvbench.runs.spec import Mode, RunSpec
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
@@ -178,6 +179,13 @@ def test_show_prints_the_stored_bytes(kvbench, name, stored):
 def test_show_prints_a_model(kvbench, model_folder):
     """The numbers are those of its configuration."""
     assert kvbench("show", model_folder, "--json").json["num_hidden_layers"] == 2
+
+
+def test_the_help_states_every_default():
+    """Also a 0, which equals False."""
+    given = [x for x in list_options() if x.default is not None and x.default is not False and x.default != ()]
+    assert {"model", "samples", "seed", "split"} <= {x.name for x in given}
+    assert [x.name for x in given if not x.help.endswith(f"; default: {x.default}.")] == []
 
 
 def test_show_prints_the_command_of_a_run(kvbench, arguments, tmp_path):

@@ -172,6 +172,7 @@ def test_a_claim_is_found_by_less_of_its_name():
     ("snapkw", "unknown paper 'snapkw'. Did you mean 'snapkv'?"),
     ("snapkv:longbanch", "unknown table of snapkv 'longbanch'. Did you mean 'longbench'?"),
     ("snapkv:longbench/mistral", "unknown model of snapkv 'mistral'."),
+    ("snapkv:longbench/x", "`kvbench reproduce snapkv:longbench --dry-run` lists its models and rows"),
     ("snapkv:longbench/a/b/c/d", "too many parts"),
     ("nowhere.toml:x", "cannot be read"),
 ])
