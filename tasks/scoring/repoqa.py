@@ -11,7 +11,7 @@ from kvbench.errors import unknown
 from kvbench.machine import load_extra
 from kvbench.tasks.scoring.overlap import bleu
 
-FENCED = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^```\w*(?>\s*\n)(.*?)^```", re.DOTALL | re.MULTILINE)
 FUNCTIONS = {
     "python": "(function_definition name: (_))",
     "java": "(method_declaration name: (_))",

@@ -369,6 +369,12 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
     "a kvbench that is not written yet": (of_version("kvbench", "9.9.9"), "machine: kvbench '9.9.9' is later than"),
     "a torch that nobody knows": (of_version("torch", "99.0"), "machine: torch '99.0' is not known"),
     "a version that is a command": (of_version("torch", "2.11; rm -rf"), "machine: its version of torch is '2.11; rm"),
+    "a version that a pattern could split in many ways": (
+        of_version("torch", f"2.11{'a' * 40}!"), "machine: its version of torch is '2.11aaa",
+    ),
+    "a packer's version that a pattern could split in many ways": (
+        in_manifest(kvbench=f"0.1{'1' * 40}!"), "machine: kvbench '0.1111",
+    ),
     "versions in the environment only": (in_environment(torch="2.11.9"), "machine: the versions in its environment"),
     "a Python on which kvbench does not run": (in_environment(python="2.7.18"), "machine: it ran on Python '2.7.18'"),
     "a faster processor in the result": (in_environment(cpu="EPYC 9999"), "machine: its result names 'EPYC 9999"),

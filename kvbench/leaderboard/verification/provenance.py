@@ -28,7 +28,8 @@ MODULE, DEVICE = re.compile(r"[A-Za-z0-9_.]{0,200}"), re.compile(r"cpu|disk|(cud
 """Names in a device map."""
 TRITON = "3.9.0"
 """The latest known release, for verifiers without it."""
-VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:[.+-]?[0-9A-Za-z]+)*")
+VERSION = re.compile(r"(\d{1,9}+)\.(\d{1,9}+)(?:\.(\d{1,9}+))?+(?:[.+-]?[0-9A-Za-z]++)*+")
+"""Possessive: a version that does not match takes one pass, not as many as there are ways to split its digits."""
 COMMIT, SHA256, TEMPLATE = (re.compile(f"[0-9a-f]{{{n}}}") for n in (40, 64, 16))
 
 

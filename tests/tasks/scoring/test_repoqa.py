@@ -53,6 +53,12 @@ def test_what_is_taken_without_a_function(answer, found):
     assert find_function(answer, "python") == found
 
 
+def test_empty_lines_after_an_open_fence_take_one_pass():
+    """Each of them could begin the block, and looking for its end from each took hours."""
+    answer = "```" + "\n" * 1_000_000 + "x"
+    assert find_function(answer, "python") == answer
+
+
 def test_a_repeated_function_passes():
     """The target is the most similar of the repository and similar enough, whatever the white space."""
     pool = {"alpha": ALPHA, "beta": BETA}
