@@ -130,6 +130,15 @@ def test_deeply_nested_tar_headers_are_refused(tmp_path):
     assert refusal(lambda: read_files(tmp_path / "deep.tar")).startswith("files: not a readable tar: 'maximum")
 
 
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.parametrize("size", [2**62, 2**80])
+def test_an_extended_tar_header_of_an_impossible_size_is_refused(tmp_path, kind, size):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    (tmp_path / "huge.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    assert refusal(lambda: read_files(tmp_path / "huge.tar")).startswith("files: not a readable tar: ")
+
+
 def test_a_truncated_tar_member_is_refused(tar):
     path = tar((SPEC, b"{}"))
     data = bytearray(path.read_bytes())

@@ -149,8 +149,9 @@ def _read_tar(path: Path) -> dict[str, bytes]:
                 if len(data) < min(member.size, MAX_BYTES[member.name]):
                     raise RefusedError("files", f"{member.name} is incomplete")
                 files[member.name] = check_size(member.name, data)
-    except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:  # of nested extended headers
-        raise RefusedError("files", f"not a readable tar: {quote(str(error))}") from error
+    # RecursionError: nested extended headers; OverflowError, MemoryError: the stated size of one
+    except (tarfile.TarError, ValueError, EOFError, RecursionError, OverflowError, MemoryError) as error:
+        raise RefusedError("files", f"not a readable tar: {quote(str(error) or type(error).__name__)}") from error
     if missing := {*BUNDLED, MANIFEST} - files.keys():
         raise RefusedError("files", f"{min(missing)} is missing")
     return files
