@@ -56,10 +56,7 @@ def reference_width(result: Result) -> float:
     The full cache has the element type of the model; for quantized caches it has 16 bits, also if the model computed
     in 32.
     """
-    memory = result.memory
-    if memory is None or memory.full_16bit_bytes is None or result.method.family != "quantization":
-        return 1.0
-    return memory.full_16bit_bytes / memory.full_bytes
+    return 0.5 if result.method.family == "quantization" and result.model.dtype == "float32" else 1.0
 
 
 def cut_share(result: Result) -> float | None:

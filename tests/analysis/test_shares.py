@@ -67,15 +67,18 @@ def test_shares_compare_bytes_of_the_same_moment(curated):
     """Each share divides by the full cache of its moment, with host memory in the numerator."""
     result = curated[0].result
     memory = result.memory.model_copy(update={
-        "full_bytes": 100, "full_16bit_bytes": 50, "stored_bytes": 20, "host_bytes": 5, "end_stored_bytes": 40,
+        "full_bytes": 100, "stored_bytes": 20, "host_bytes": 5, "end_stored_bytes": 40,
         "end_full_bytes": 150, "read_bytes_per_step": 90, "distinct_read_bytes_per_step": 30,
         "full_read_bytes_per_step": 120,
     })
     result = result.model_copy(update={"memory": memory})
     shares = (stored_share, conversation_share, read_share, distinct_read_share)
     assert [x(result) for x in shares] == [0.25, 0.3, 0.75, 0.25]
-    method = result.method.model_copy(update={"family": "quantization"})
-    assert [x(result.model_copy(update={"method": method})) for x in shares] == [0.5, 0.6, 1.5, 0.5]
+    quantized = {
+        "method": result.method.model_copy(update={"family": "quantization"}),
+        "model": result.model.model_copy(update={"dtype": "float32"}),
+    }
+    assert [x(result.model_copy(update=quantized)) for x in shares] == [0.5, 0.6, 1.5, 0.5]
 
 
 def test_a_quantized_cache_is_compared_with_16_bits(curated):

@@ -40,8 +40,8 @@ def run(scores: list[list[float]], ratio: float = 0.25, beside: float | None = N
         SimpleNamespace(sample=f"s{i}", turn=turn, prompt_hash=f"h{i}", score=score, denoising=denoising)
         for i, turns in enumerate(scores) for turn, score in enumerate(turns)
     ]
-    memory = SimpleNamespace(ratio=ratio, full_16bit_bytes=None)
-    return SimpleNamespace(result=SimpleNamespace(memory=memory), lines=lines)
+    result = SimpleNamespace(memory=SimpleNamespace(ratio=ratio), method=SimpleNamespace(family="eviction"))
+    return SimpleNamespace(result=result, lines=lines)
 
 
 def finding(*comparisons: Comparison) -> Finding:

@@ -79,6 +79,18 @@ def test_stored_and_read_bytes_are_ranked_separately(results):
     assert ranks(group) == {"snapkv": (1, False), "quest": (1, False)}
 
 
+def test_no_stated_size_of_the_full_cache_stops_the_build(results):
+    """The width that quantized caches are compared with follows from the model's type, not from the submitted bytes."""
+    def empty(result, lines):
+        result["method"]["family"] = result["method"]["card"]["family"] = "quantization"
+        result["model"]["dtype"] = "float32"
+        result["memory"]["full_16bit_bytes"] = 0
+
+    results.add("a", method="kivi", stored=0.1, kind="bits", edit=empty)
+    (group,) = read_groups(results)
+    assert [x.title for x in group.tables[0].bands] == ["stored: 15% to 30% of the full cache"]
+
+
 def test_ranks_count_within_a_band(results):
     """Half of the cache is not ranked against a tenth of it."""
     results.add("a", "poor", stored=0.10)
