@@ -33,7 +33,8 @@ Cell = tuple[str, int, str]
 @functools.cache
 def read_runs(folder: Path) -> list[FinishedRun]:
     """Every run of the folder: anchors first, then by method, length, visibility, stored bytes and bytes read."""
-    runs = fill_full_reads([load_run(x.parent) for x in folder.glob("*/result.json")])
+    loaded = [load_run(x.parent) for x in folder.glob("*/result.json")]
+    runs = fill_full_reads(loaded, loaded)
     names = {x.result.method.name for x in runs}
     for name in names:
         refuse_unregistered("method", name, "Remove the run.")

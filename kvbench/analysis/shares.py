@@ -66,13 +66,17 @@ def cut_share(result: Result) -> float | None:
     return reasons.get("length", 0) / generated if generated else None
 
 
-def fill_full_reads(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+def fill_full_reads(runs: Sequence[FinishedRun], sources: Sequence[FinishedRun]) -> list[FinishedRun]:
     """Runs in which results of earlier versions have the full cache's reads from its run on the same questions.
 
     Only with reference history, where all methods continue the same conversation.
+
+    Args:
+        runs: runs to fill.
+        sources: runs whose measurements are trusted, the most trusted first.
     """
     measured: dict[str, int] = {}
-    for x in runs:
+    for x in sources:
         if is_full(x.result) and x.result.memory is not None:
             measured.setdefault(name_questions(x.result.spec), x.result.memory.read_bytes_per_step)
     return [_fill(x, measured) for x in runs]

@@ -58,7 +58,7 @@ def compare_command(
         say("warning: score differences may be due to these and not to the methods.")
     if (code := describe_code(loaded)) is not None:
         say(f"warning: {code}. See result.json of each run for details.")
-    loaded = fill_full_reads(loaded)
+    loaded = fill_full_reads(loaded, loaded)
     results = [x.result for x in loaded]
     ranks: list[int | None] = [None] * len(loaded)
     if len({name_questions(x.spec) for x in results}) == 1:

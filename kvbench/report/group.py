@@ -67,7 +67,7 @@ def group_runs(runs: Sequence[FinishedRun], baseline: str | None = None) -> list
         UserError: no group has the baseline, or a group has several.
     """
     groups: dict[str, list[FinishedRun]] = {}
-    for run in fill_full_reads(runs):
+    for run in fill_full_reads(runs, runs):
         groups.setdefault(name_protocol(run.result), []).append(run)
     if baseline is not None and not any(is_called(x.result, baseline) for x in runs):
         find_baseline(runs, baseline)  # raises

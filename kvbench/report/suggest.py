@@ -125,7 +125,8 @@ def _explain_unranked(protocol: ProtocolRuns, ranks: Sequence[int | None]) -> st
 def group_protocols(runs: Iterable[FinishedRun]) -> list[ProtocolRuns]:
     """Group runs by their questions."""
     found: dict[str, list[FinishedRun]] = {}
-    for x in fill_full_reads(list(runs)):
+    every = list(runs)
+    for x in fill_full_reads(every, every):
         found.setdefault(f"{name_questions(x.result.spec)} {x.result.latency.timing}", []).append(x)
     return [
         ProtocolRuns(key, tuple(some), next((x for x in some if is_full(x.result) and x.result.status == "ok"), None))

@@ -90,10 +90,10 @@ def test_a_quantized_cache_is_compared_with_16_bits(curated):
 def test_earlier_results_take_the_reads_of_the_full_cache_from_its_run(curated):
     """No method reads more than it, and without such a run there is no share."""
     assert [read_share(x.result) for x in curated] == [None] * len(curated)
-    filled = fill_full_reads(curated)
+    filled = fill_full_reads(curated, curated)
     assert read_share(filled[0].result) == 1.0
     assert all(0 < read_share(x.result) < 1 for x in filled if x.result.method.name == "kivi")
-    assert read_share(fill_full_reads(curated[1:])[0].result) is None
+    assert read_share(fill_full_reads(curated, curated[1:])[0].result) is None
 
 
 def test_the_share_of_answers_cut_by_the_length_limit(curated):

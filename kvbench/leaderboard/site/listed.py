@@ -110,7 +110,8 @@ def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
                 problems.append(Problem(worse.place, f"the same run as {quote(best.place)}"))
         except RefusedError as error:
             problems.append(Problem(place, str(error)))
-    filled = fill_full_reads([x.run for x in runs.values()])
+    trusted = sorted((x for x in runs.values() if x.counted), key=lambda x: x.priority, reverse=True)
+    filled = fill_full_reads([x.run for x in runs.values()], [x.run for x in trusted])
     problems.sort(key=lambda x: x.place)
     return [replace(x, run=run) for x, run in zip(runs.values(), filled, strict=True)], problems
 

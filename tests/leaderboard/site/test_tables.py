@@ -91,6 +91,29 @@ def test_no_stated_size_of_the_full_cache_stops_the_build(results):
     assert [x.title for x in group.tables[0].bands] == ["stored: 15% to 30% of the full cache"]
 
 
+def test_the_full_caches_reads_come_from_the_most_trusted_run(results):
+    """Of earlier results, which lack them. A run without verification, or of lower trust, changes no band."""
+    def forget(result, lines):
+        result["memory"]["full_read_bytes_per_step"] = None
+
+    def read(factor):
+        def edit(result, lines):
+            result["memory"]["read_bytes_per_step"] = round(factor * result["memory"]["full_bytes"])
+            result["environment"]["started"] = f"203{factor}-01-01T00:00:00+00:00"
+        return edit
+
+    full = {"method": "full", "stored": 1.0, "kind": "none"}
+    results.add("x", "good", **full, edit=read(1))
+    results.send(results.add("0", "good", **full, edit=read(2)), "eve")
+    mallory = results.add("1", "good", **full, edit=read(3))
+    results.send(mallory, "mallory")
+    results.verify(mallory, "L0")
+    results.add("y", method="quest", stored=1.05, kind="read", edit=forget)
+    (group,) = read_groups(results)
+    (band,) = next(x.bands for x in group.tables if x.axis == "read")
+    assert band.title == "read: 15% to 30% of the full cache"
+
+
 def test_ranks_count_within_a_band(results):
     """Half of the cache is not ranked against a tenth of it."""
     results.add("a", "poor", stored=0.10)
