@@ -16,7 +16,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode every process of the tests compiles all files again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-gpu-image lint bench parity site constraints
+.PHONY: help setup demo test test-slow test-all test-gpu-image lint bench parity site curated constraints
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -74,6 +74,10 @@ parity: $(STAMP) ## Compare kept entries and logits with kvpress's, and write do
 
 site: $(STAMP) ## Build the leaderboard from results/ into site/
 	$(BIN)/kvbench leaderboard build results -o site
+
+curated: ## Write results/CURATED: the hashes of the curated runs' verifications, after any of them changed
+	cd results && for x in */*/verification.json; do test -e "$${x%/*}/manifest.json" || echo "$$x"; done \
+		| LC_ALL=C sort | xargs sha256sum > CURATED
 
 # What it holds is what a new environment gets today, torch and transformers apart, which are chosen here.
 constraints: ## Write constraints.txt anew

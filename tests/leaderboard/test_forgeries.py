@@ -6,6 +6,7 @@ Each forges one thing in a copy of an honest run. The assertion is the true reas
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -603,6 +604,10 @@ def claim_level(files: dict[str, bytes]) -> Verification:
     return record.model_copy(update={"level": "L3", "score": best, "commit": "c" * 40})
 
 
+def hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def list_one(folder: Path) -> ListedRun:
     """The only run below a folder, as the site sees it."""
     (found,), problems = read_listed(folder)
@@ -664,10 +669,10 @@ def test_a_folder_without_manifest_is_no_curated_run(snapkv, tmp_path):
     assert not list_one(tmp_path).counted
 
 
-@pytest.mark.parametrize("place", ["mallory/run", "cpu-2-cores/run", "CPU-2-CORES/run", "mallory/cpu-2-cores/run"])
+@pytest.mark.parametrize("place", ["cpu-2-cores/run", "cpu-2-cores/other", "CPU-2-CORES/run", "x/cpu-2-cores/run"])
 @pytest.mark.parametrize("manifest", [True, False])
-def test_only_listed_folders_of_our_own_results_are_curated(snapkv, tmp_path, monkeypatch, place, manifest):
-    """A pull request can add folders, with a record that awards itself the highest level, but no name to the list."""
+def test_only_runs_on_the_list_are_curated(snapkv, tmp_path, monkeypatch, place, manifest):
+    """A pull request can add folders, with a record that awards itself the highest level, but not to the list."""
     monkeypatch.setattr("kvbench.leaderboard.submission.seal.RESULTS", tmp_path)
     folder = tmp_path / place
     shutil.copytree(snapkv.folder, folder)
@@ -676,17 +681,37 @@ def test_only_listed_folders_of_our_own_results_are_curated(snapkv, tmp_path, mo
         write_folder(snapkv.files, folder)
     files = read_files(folder)
     write_record(folder / VERIFICATION, claim_level(files).model_copy(update={"submitter": None}))
+    (tmp_path / CURATED).write_text(f"{hash_file(folder / VERIFICATION)}  cpu-2-cores/run/verification.json\n")
     curated = place == "cpu-2-cores/run" and not manifest
     assert list_one(tmp_path).counted is curated
     refused = [x.reason for x in verify(folder, Repository()).checks if x.outcome == "refused"]
     assert (refused == []) is (curated or manifest), refused
 
 
-def test_every_curated_run_is_believed():
-    """A new folder of curated runs needs an entry in the list."""
-    runs = [x.parent for x in RESULTS.glob("*/*/spec.json")]
-    assert [x for x in runs if not is_curated(x)] == []
-    assert {x.parent.name for x in runs} == CURATED
+def test_a_changed_record_of_a_curated_run_is_not_believed(snapkv, tmp_path, monkeypatch):
+    """Nor one behind a link, which the list does not mean."""
+    monkeypatch.setattr("kvbench.leaderboard.submission.seal.RESULTS", tmp_path)
+    folder = tmp_path / "cpu-2-cores" / "run"
+    shutil.copytree(snapkv.folder, folder)
+    path = folder / VERIFICATION
+    record = claim_level(read_files(folder)).model_copy(update={"submitter": None})
+    write_record(path, record)
+    (tmp_path / CURATED).write_text(f"{hash_file(path)}  cpu-2-cores/run/verification.json\n")
+    assert list_one(tmp_path).counted
+    path.rename(tmp_path / "record")
+    path.symlink_to(tmp_path / "record")
+    assert not is_curated(folder)
+    path.unlink()
+    write_record(path, record.model_copy(update={"kvbench": "9.9"}))
+    assert not list_one(tmp_path).counted
+
+
+def test_the_list_of_curated_runs_names_them_with_their_present_records():
+    places = [x.parent for x in RESULTS.glob("*/*/spec.json") if not (x.parent / MANIFEST).exists()]
+    records = {(x / VERIFICATION).relative_to(RESULTS).as_posix(): x / VERIFICATION for x in places}
+    lines = [f"{hash_file(records[x])}  {x}" for x in sorted(records)]
+    assert (RESULTS / CURATED).read_text().splitlines() == lines, "say: make curated"
+    assert all(map(is_curated, places))
 
 
 def test_ranks_use_the_scores_of_the_rerun(snapkv, tmp_path):

@@ -5,24 +5,23 @@ The key is a secret of the machine, or of the variable KVBENCH_VERIFIER_KEY wher
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
 import secrets
 from pathlib import Path
 
-from kvbench.leaderboard.submission.records import MANIFEST, Verification
+from kvbench.leaderboard.submission.archive import read_regular
+from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION, Verification
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.registry import HERE
 from kvbench.runs.files import saving
 
 KEY = "KVBENCH_VERIFIER_KEY"  # the name of a variable
 RESULTS = HERE.parent / "results"
-CURATED = frozenset({
-    "cpu-2-cores", "cpu-2-cores-decode", "cpu-2-cores-diffusion", "cpu-2-cores-drafts", "cpu-2-cores-reuse",
-    "cpu-2-cores-reuse-chunks", "mini-diffusion-prefix", "mini-hybrid", "qwen2.5-coder-1.5b", "smollm2-135m",
-    "smollm2-135m-lossless", "smollm2-135m-reuse", "smollm2-135m-tasks", "smollm2-135m-text",
-})
-"""Folders of kvbench's own results, whose records are trusted like the code; others in RESULTS hold submissions."""
+CURATED = "CURATED"
+"""File in RESULTS with the SHA-256 of each curated run's record, as sha256sum writes it; `make curated` writes it."""
 
 
 def seal(record: Verification) -> Verification:
@@ -43,10 +42,25 @@ def is_believed(record: Verification, folder: Path) -> bool:
 
 
 def is_curated(folder: Path) -> bool:
-    """Whether a folder is a run of kvbench's own results: it lies in a folder of CURATED and has no manifest."""
-    parent = folder.resolve().parent
-    own = parent.parent == RESULTS.resolve() and parent.name in CURATED
-    return own and folder.is_dir() and not os.path.lexists(folder / MANIFEST)
+    """Whether a folder is a run of kvbench's own results: CURATED lists its record, and it has no manifest.
+
+    The list is committed with the code and trusted like it.
+    """
+    path, results = folder.resolve() / VERIFICATION, RESULTS.resolve()
+    if not path.is_relative_to(results) or os.path.lexists(folder / MANIFEST):
+        return False
+    stated = _read_curated(results / CURATED).get(path.relative_to(results).as_posix())
+    try:
+        return stated is not None and hashlib.sha256(read_regular(path)).hexdigest() == stated
+    except RefusedError:
+        return False
+
+
+@functools.cache
+def _read_curated(path: Path) -> dict[str, str]:
+    """Hashes by place below the results; none where kvbench is installed without its results."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+    return {place: digest for digest, _, place in (x.partition("  ") for x in lines)}
 
 
 def _compute(record: Verification, key: bytes) -> str:
