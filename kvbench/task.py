@@ -127,6 +127,8 @@ class Task(ABC):
     """`middle`: contexts that are too long are cut in the middle; `none`: examples are generated to fit the length."""
     leak: ClassVar[str | None] = None
     """The part of the first question that the context contains, which cannot be hidden from the method; None: none."""
+    fixed_examples: ClassVar[bool] = False
+    """Whether the examples are those of a data set, in another order under every seed: no seed gives new ones."""
     nonempty: ClassVar[bool] = False
     """If true, the first generated token must not be a stop token (`min_new_tokens=1`)."""
     tokens_per_step: ClassVar[int | None] = None

@@ -39,6 +39,7 @@ class DatasetTask(Task):
     body: ClassVar[str] = "context"
     """Column that holds the context; must not be empty."""
     truncation: ClassVar[Literal["none", "middle"]] = "middle"
+    fixed_examples: ClassVar[bool] = True
 
     @abstractmethod
     def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:

@@ -30,6 +30,7 @@ class CustomTask(Task):
     records: ClassVar[RecordFile]
     owner: ClassVar[type[Task] | None]
     """The task that defines the scorer; its code is recorded with a run. None: the scorer is one of SCORERS."""
+    fixed_examples: ClassVar[bool] = True
 
     @property
     def prompt_id(self) -> str:

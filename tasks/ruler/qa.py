@@ -122,6 +122,7 @@ class FileQa(DocumentQa):
 
     data: str = ""
 
+    fixed_examples: ClassVar[bool] = True  # its questions are; other documents may stand around them
     whose: ClassVar[str]
     where: ClassVar[str]
     """Name of the file and its web site."""

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from kvbench.custom.task import CustomTask
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
@@ -24,6 +25,9 @@ from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import find_method
 from kvbench.runs.progress import show_progress
+from kvbench.tasks.dataset import DatasetTask
+from kvbench.tasks.ruler.niah import Niah
+from kvbench.tasks.ruler.qa import FileQa
 
 from .conftest import edit, edit_spec, make_run, on_gpu
 from .test_forgeries import in_spec
@@ -283,6 +287,18 @@ def test_a_fresh_seed_gives_l3_and_stays_secret(snapkv, verify_with, monkeypatch
     written = record.model_dump_json()
     assert len(seeds) == 1 and seeds[0] != snapkv.bundle.spec.seed
     assert SECRET not in written and str(seeds[0]) not in written
+
+
+def test_public_records_in_another_order_give_no_l3(snapkv, monkeypatch):
+    """A false answer sheet of a data set holds under every seed."""
+    monkeypatch.setattr(Niah, "fixed_examples", True)
+    with pytest.raises(UnverifiableError, match=r"the examples of niah_\w+ are the same under every seed"):
+        run_fresh_seed(snapkv.bundle, snapkv.job.model, SECRET, show_progress)
+
+
+def test_tasks_over_the_records_of_a_data_set_say_so():
+    assert DatasetTask.fixed_examples and FileQa.fixed_examples and CustomTask.fixed_examples
+    assert not Niah.fixed_examples
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ class LmEvalTask(Task):
     default_length: ClassVar[int] = 2048
     default_turns: ClassVar[int] = 1
     joint: ClassVar[str] = ""
+    fixed_examples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse a number of few-shot examples that lm_eval would ignore."""
