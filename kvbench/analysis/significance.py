@@ -22,10 +22,11 @@ from kvbench.runs.stats import bootstrap_interval
 ALPHA = 0.05
 """Family-wise error rate, over all runs that are compared with one baseline."""
 UNADJUSTED = (
-    "Verdicts and ranks go by p-values: sign flips, adjusted for all comparisons. Intervals of differences are a "
-    "bootstrap without adjustment."
+    "Verdicts go by p-values of sign flips, adjusted over the runs of the table; intervals of differences are a "
+    "bootstrap without adjustment. Ranks compare the best run with each one below it; as the best is chosen after the "
+    "fact, equal methods can get more than one rank in more than 5 % of tables."
 )
-"""Why a difference may be called not significant although its interval excludes 0."""
+"""Why a difference may be called not significant although its interval excludes 0, and what ranks do not promise."""
 CELLS = 50_000
 """Most sums in the exact distribution of `flip_signs`."""
 SLACK = 0.02
@@ -192,7 +193,8 @@ def group_ties(best_first: Sequence[T], p_value: Callable[[T, T], float]) -> lis
     """Split a ranking into groups that share a rank.
 
     The best item leads the first group. The items below it join, up to the first one that differs significantly from
-    the leader (p-values adjusted over all remaining items). That item leads the next group.
+    the leader (p-values adjusted over all remaining items). That item leads the next group. The leader is chosen from
+    the data and the adjustment does not cover this choice, so equal items are split more often than ALPHA.
     """
     groups = []
     rest = list(best_first)
