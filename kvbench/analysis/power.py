@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbench.analysis.significance import ALPHA
+from kvbench.analysis.significance import ALPHA, flip_signs
 
 if TYPE_CHECKING:
     from kvbench.runs.request import ResolvedRequest
@@ -19,6 +19,13 @@ POWER = 0.8
 FEWEST = 6
 """Contexts that must differ before a test by context can reach p < 0.05: with n contexts the least p-value is
 2 / 2**n."""
+MANY = 40
+"""Contexts from which the test by context has the power of McNemar's test on their questions if these are independent.
+With fewer contexts it has less, and its power is simulated."""
+DRAWS = 200
+"""Simulated pairs of runs."""
+COARSE, FINE = 0.005, 1e-4
+"""Precision of a difference from simulated and from exact power."""
 SIZES = 4
 """Most run sizes that are reported one by one before a sweep."""
 
@@ -54,41 +61,49 @@ def describe_power(samples: int, turns: int, full: Result | None = None) -> str:
     size = f"{samples} {'sample' if turns == 1 else 'context'}{'s' if samples > 1 else ''}"
     size += f" x {turns} questions" if turns > 1 else ""
     accuracy = None if full is None else full.score.mean
-    correlated = find_detectable(samples, accuracy)
-    if correlated is None:
+    if samples < FEWEST:
         return f"{size} cannot detect any difference at p < 0.05. Use more --samples."
-    points = f"{100 * correlated:.0f} points"
-    if turns > 1:
-        independent = find_detectable(samples * turns, accuracy)
-        assert independent is not None, samples
-        points = f"{100 * independent:.0f} (answers independent) to {points} (answers correlated within a context)"
     assumed = "worst case" if full is None else f"full cache at {accuracy:.3f} in {full.run_id}"
+    independent, correlated = (find_detectable(samples, accuracy, x) for x in (turns, 1))
+    if independent is None:
+        return f"{size} detect no difference with 80 % power (p < 0.05, {assumed}). Use more --samples."
+    points = f"{100 * independent:.0f}"
+    if turns == 1:
+        points += " points"
+    elif correlated is None:
+        points += " points (answers independent), and none if answers are correlated within a context"
+    else:
+        points += f" (answers independent) to {100 * correlated:.0f} points (answers correlated within a context)"
     return f"{size} can detect a difference of about {points} (80 % power, p < 0.05, {assumed})."
 
 
-def find_detectable(n: int, accuracy: float | None = None) -> float | None:
-    """The smallest difference of two accuracies that McNemar's exact test detects with probability POWER.
+def find_detectable(n: int, accuracy: float | None = None, turns: int = 1) -> float | None:
+    """The smallest difference of two accuracies that a test by context detects with probability POWER.
 
     The answers are right or wrong, with errors independent between the methods and between the questions. Graded
     scores between 0 and 1 vary less than right-or-wrong ones of the same mean, so their detectable difference is
-    smaller.
+    smaller. The power of one question per context is exact, that of McNemar's test.
 
     Args:
-        n: questions.
+        n: contexts.
         accuracy: of one of the methods; the other's is on the side with more room. None: the pair of accuracies for
             which a difference is hardest to detect.
+        turns: questions per context.
 
     Returns:
-        The difference, between 0 and 1; None where n questions cannot detect any.
+        The difference, between 0 and 1; None if none is detected with this probability.
     """
     best = None if accuracy is None else max(accuracy, 1 - accuracy)
+    simulated = turns > 1 and n < MANY
 
     def power(x: float) -> float:
         first = (1 + x) / 2 if best is None else best
         second = first - x
-        return _power(n, first * (1 - second), second * (1 - first))
+        if simulated:
+            return _simulate_power(n, turns, first, second)
+        return _power(n * turns, first * (1 - second), second * (1 - first))
 
-    return _find_least(power, 1.0 if best is None else best)
+    return _find_least(power, 1.0 if best is None else best, COARSE if simulated else FINE)
 
 
 def find_detectable_between(n: int, unequal: float) -> float | None:
@@ -101,15 +116,15 @@ def find_detectable_between(n: int, unequal: float) -> float | None:
     Returns:
         The difference, between 0 and `unequal`; None where n questions cannot detect any.
     """
-    return _find_least(lambda x: _power(n, (unequal + x) / 2, (unequal - x) / 2), unequal)
+    return _find_least(lambda x: _power(n, (unequal + x) / 2, (unequal - x) / 2), unequal, FINE)
 
 
-def _find_least(power: Callable[[float], float], most: float) -> float | None:
+def _find_least(power: Callable[[float], float], most: float, precision: float) -> float | None:
     """The least difference up to `most` that is detected with probability POWER."""
     low, high = 0.0, most
     if power(high) < POWER:
         return None
-    while high - low > 1e-4:
+    while high - low > precision:
         middle = (low + high) / 2
         low, high = (low, middle) if power(middle) >= POWER else (middle, high)
     return high
@@ -128,3 +143,10 @@ def _power(n: int, only_first: float, only_second: float) -> float:
     found = bdtr(critical, k, share) + bdtr(critical, k, 1 - share)
     chance = np.diff(bdtr(np.arange(FEWEST - 1, n + 1), n, unequal))
     return float((chance * found).sum())
+
+
+def _simulate_power(contexts: int, turns: int, first: float, second: float) -> float:
+    """Power of sign flips by context, from the accuracies of the two methods on independent questions."""
+    rng = np.random.default_rng(0)
+    right = [rng.binomial(turns, x, size=(DRAWS, contexts)) for x in (first, second)]
+    return float(np.mean([flip_signs(x) < ALPHA for x in (right[1] - right[0]).tolist()]))

@@ -294,6 +294,20 @@ def test_the_minimum_detectable_effect_is_described(result):
     )
 
 
+def test_six_contexts_can_detect_a_difference_but_not_every_one_reliably(result):
+    """All six must be lost; where the full cache answers 0.9 that happens in 53 % at most."""
+    score = result.score.model_copy(update={"mean": 0.9})
+    full = result.model_copy(update={"score": score})
+    assumed = f"p < 0.05, full cache at 0.900 in {result.run_id})"
+    assert describe_power(6, 1, full) == (
+        f"6 samples detect no difference with 80 % power ({assumed}. Use more --samples."
+    )
+    assert describe_power(6, 5, full) == (
+        "6 contexts x 5 questions can detect a difference of about 60 points (answers independent), and none if "
+        f"answers are correlated within a context (80 % power, {assumed}."
+    )
+
+
 def test_a_run_logs_its_minimum_detectable_effect(kvbench, arguments):
     """Before its first sample."""
     answer = kvbench(*arguments, "--method", "full")

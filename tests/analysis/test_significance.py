@@ -329,6 +329,15 @@ def test_the_detectable_difference_has_the_stated_power():
         assert found == pytest.approx(0.8, abs=0.04)
 
 
+def test_the_detectable_difference_of_several_questions_has_the_stated_power():
+    """By context, which few contexts with independent answers do not make up for: McNemar over questions says 33."""
+    rng = np.random.default_rng(13)
+    x = find_detectable(8, None, 5)
+    right = [rng.binomial(5, (1 + sign * x) / 2, size=(1000, 8)) for sign in (1, -1)]
+    found = np.mean([flip_signs(list(d)) < ALPHA for d in (right[1] - right[0]).astype(float)])
+    assert found == pytest.approx(0.8, abs=0.05)
+
+
 @pytest.mark.slow
 def test_the_difference_detectable_between_two_methods_has_the_stated_power():
     """Simulated at that difference, where the methods' answers differ in the given share of the questions."""
