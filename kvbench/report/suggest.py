@@ -17,7 +17,16 @@ from kvbench.analysis.shares import fill_full_reads
 from kvbench.analysis.significance import ALPHA, describe_too_few, find_least_p
 from kvbench.registry import list_models
 from kvbench.report.group import Axis, find_band, name_question
-from kvbench.report.suggestion import Judged, ProtocolRuns, Question, Standing, Suggestion, Technique, count
+from kvbench.report.suggestion import (
+    Judged,
+    ProtocolRuns,
+    Question,
+    Standing,
+    Suggestion,
+    Technique,
+    count,
+    count_leads,
+)
 from kvbench.runs.results import TASKS, Result
 
 SLACK = 1.05
@@ -43,7 +52,7 @@ class Guide:
         for found in judged:
             for label, standing in found.standings.items():
                 standings.setdefault(label, []).append(standing)
-        leads = {label: sum(x.leads for x in some) for label, some in standings.items()}
+        leads = {label: count_leads(some) for label, some in standings.items()}
         sharing = Counter(leads.values())
         techniques = [
             Technique(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +65,16 @@ class ProtocolRuns:
         """A run for the fields that all share."""
         return (self.full or self.runs[0]).result
 
+    @property
+    def kind(self) -> tuple[str, int, str, str]:
+        """Task, length, mode and visibility.
+
+        For a place, protocols of one kind count once, because anyone can add more by another seed, number of contexts
+        or model file.
+        """
+        x = self.example
+        return x.task.name, x.task.length, x.mode, x.visibility
+
     @cached_property
     def name(self) -> str:
         """Task, length, visibility and chosen generation settings."""
@@ -115,7 +125,7 @@ class Technique:
     method: str
     standings: tuple[Standing, ...]
     place: int | None
-    """By the number of protocols under which it leads; None: it leads under none."""
+    """By `leads`; None: it leads under no protocol."""
     tied: bool
     """Whether others share the place."""
 
@@ -127,8 +137,8 @@ class Technique:
 
     @property
     def leads(self) -> int:
-        """Number of protocols under which it leads."""
-        return sum(x.leads for x in self.standings)
+        """Number of protocols under which it leads, of each kind one."""
+        return count_leads(self.standings)
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,8 @@ class Suggestion:
 
     @property
     def ranked(self) -> int:
-        """Number of protocols that rank techniques."""
-        return sum(bool(x.standings) and x.unranked is None for x in self.judged)
+        """Number of protocols that rank techniques, of each kind one."""
+        return len({x.protocol.kind for x in self.judged if x.standings and x.unranked is None})
 
     @property
     def best(self) -> tuple[Technique, ...]:
@@ -182,6 +192,11 @@ class Judged:
     """By technique."""
     unranked: str | None
     """Why the techniques are not ranked; None: they are."""
+
+
+def count_leads(standings: Iterable[Standing]) -> int:
+    """Number of protocols under which a technique leads, of each kind one."""
+    return len({x.protocol.kind for x in standings if x.leads})
 
 
 def describe_lead(technique: Technique, answer: Suggestion) -> str:

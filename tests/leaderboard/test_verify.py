@@ -269,7 +269,7 @@ def test_a_file_named_by_a_setting_is_not_read(snapkv, tmp_path):
 
 def test_other_weights_under_the_same_name_are_flagged(snapkv, check):
     found = check(edit_spec(snapkv.files, lambda x: x["model"].update(sha256="0" * 64)))
-    assert (found["model"], found["level"]) == ("flag", "L0")
+    assert (found["weights"], found["level"]) == ("flag", "L0")
 
 
 def test_the_submitters_code_is_never_run(snapkv, check, tmp_path):

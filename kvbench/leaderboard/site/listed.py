@@ -60,10 +60,16 @@ class ListedRun:
 
     @property
     def counted(self) -> bool:
-        """Whether it is ranked and compared: its answers and bytes are verified, and its method is registered."""
+        """Whether it is ranked and compared.
+
+        Its answers and bytes are verified, its method is registered, and its model does not have other weights than
+        the verifier's of that name.
+        """
         if self.verification is None or self.verification.level is None:
             return False
-        return {x.name for x in self.verification.checks if x.outcome == "ok"} >= {"method", "bytes"}
+        checks = self.verification.checks
+        passed = {x.name for x in checks if x.outcome == "ok"} >= {"method", "bytes"}
+        return passed and all(x.name != "weights" for x in checks)
 
     @property
     def flags(self) -> list[str]:

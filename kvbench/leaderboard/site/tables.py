@@ -19,7 +19,7 @@ from kvbench.report.group import EDGES, Axis, find_band, label_results
 from kvbench.report.suggest import explain_failing
 from kvbench.runs.results import TASKS, Result
 
-UNRANKED = "not ranked: answers or bytes are not verified, or the method is not registered"
+UNRANKED = "not ranked: answers or bytes are not verified, the method is not registered, or the weights differ"
 """Title of the band of runs that are not counted."""
 
 TRAINED = f"not ranked: trained on {TASKS}"

@@ -262,7 +262,7 @@ def check_model(spec: RunSpec, card: Card, folder: Path) -> tuple[ModelSize, Che
     found = hash_model(stated.id, folder)
     if found != stated.sha256:
         there = quote(stated.sha256[:12])
-        return size, flag("model", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
+        return size, flag("weights", f"the weights of {stated.id} have hash {found[:12]} here, {there} in the run")
     return size, ok("model", f"{stated.id} with the run's weights is on this machine")
 
 

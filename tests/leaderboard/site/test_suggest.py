@@ -189,6 +189,21 @@ def test_the_technique_that_leads_under_most_protocols_comes_first(full):
     }
 
 
+def test_protocols_of_another_seed_or_other_model_files_count_once(full):
+    """So that nobody multiplies first places; kvzip leads under three protocols of one kind, snapkv under one."""
+    def change(part, field, value):
+        return lambda result, lines: result[part].update({field: value})
+
+    for name, edit in (("a", None), ("b", change("spec", "seed", 1)), ("c", change("model", "sha256", "0" * 64))):
+        full.add(f"{name}-good", "good", method="kvzip", edit=edit)
+        full.add(f"{name}-poor", "poor", edit=edit)
+    full.add("d", "poor", method="kvzip", edit=hide)
+    full.add("e", "good", edit=hide)
+    answer = ask(full)
+    assert places(answer) == {"kvzip": (1, True, 1), "snapkv": (1, True, 1)}
+    assert answer.verdict.startswith("2 techniques share the first place, best or tied under 1 of 2 protocols: ")
+
+
 def test_techniques_that_do_not_lead_are_ordered_by_their_largest_loss(full):
     """Not by the number of protocols under which they ran."""
     full.add("hidden", "good", method="full", stored=1.0, kind="none", edit=hide)

@@ -265,6 +265,15 @@ def test_a_rank_needs_verified_bytes_and_a_registered_method(results, ok):
         assert ranks(group) == {"snapkv": (1, False), "mine": (None, False)}
 
 
+def test_a_run_with_other_weights_has_no_rank(results):
+    """Under the name of a model that the verifier has."""
+    results.add("a", "poor")
+    folder = results.add("b", "good", method="h2o", verified=False)
+    results.verify(folder, "L0", Check(name="weights", outcome="flag", reason=""))
+    (group,) = read_groups(results)
+    assert ranks(group) == {"snapkv": (1, False), "h2o": (None, False)}
+
+
 def test_a_run_without_verification_is_listed_apart(results):
     """With or without a manifest."""
     results.add("a", verified=False)
