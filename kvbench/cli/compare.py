@@ -74,7 +74,7 @@ def compare_command(
         echo(UNADJUSTED)
     if any(x.too_few for x in differences):
         contexts = min(x.contexts for x in differences if x.too_few)
-        say(describe_too_few(contexts, len(differences)))
+        say(describe_too_few(contexts, sum(x.p is not None for x in differences)))
     print_table(*cost_cells(results, labels))
     if recoveries := find_recoveries(loaded):
         print_table(RECOVERED, *recovery_cells(recoveries, results, labels))

@@ -70,8 +70,9 @@ def report_command(
         print_table(f"{name_group(result)}: {Metric.of(result.score).title}", columns, rows)
         for doubt in group_doubts((x.label, x.result) for x in entries):
             say(f"warning: {doubt}")
-        if len(entries) > 1 and (few := next((x.difference for x in entries if x.difference), None)) and few.too_few:
-            say(describe_too_few(few.contexts, len(entries) - 1))
+        tested = [x.difference for x in entries if x.difference is not None and x.difference.p is not None]
+        if tested and tested[0].too_few:
+            say(describe_too_few(tested[0].contexts, len(tested)))
     for grid in grids:
         print_table("", (grid.name, ""), [("bytes", grid.size), ("score", grid.summary)])
     print_table("", ("file", str(output)), [("runs", str(len(loaded))), ("bytes", f"{len(content):,}")])

@@ -274,6 +274,8 @@ def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
     assert answer.json["warnings"] == ["spec.seed differs: 0, 1"]
     assert answer.json["differences"][0]["n"] == 0
     assert "visibility differs" in kvbench("compare", folders[1], folders[3]).err
+    answer = kvbench("compare", folders[1], folders[0], folders[2])
+    assert "or more for a comparison." in answer.err, "the run of another seed has no common question"
 
     result = json.loads((folders[2] / "result.json").read_text())
     result["task"]["name"] = "other"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,7 +106,7 @@ def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
         raise UserError(f"'{results}' is not a folder. Give the folder that holds the runs, such as results/.")
     runs: dict[str, ListedRun] = {}
     problems = []
-    for folder in _find(results):
+    for folder in find_bundles(results):
         place = folder.relative_to(results).as_posix().encode(errors="backslashreplace").decode()
         try:
             run = _read_run(folder, place)
@@ -120,13 +120,6 @@ def read_listed(results: Path) -> tuple[list[ListedRun], list[Problem]]:
     filled = fill_full_reads([x.run for x in runs.values()], [x.run for x in trusted])
     problems.sort(key=lambda x: x.place)
     return [replace(x, run=run) for x, run in zip(runs.values(), filled, strict=True)], problems
-
-
-def _find(results: Path) -> Iterator[Path]:
-    try:
-        yield from find_bundles(results)
-    except UserError:  # no runs yet: an empty leaderboard is valid
-        return
 
 
 def _read_run(folder: Path, place: str) -> ListedRun:

@@ -9,6 +9,7 @@ from kvbench.analysis.shares import (
     conversation_share,
     distinct_read_share,
     read_share,
+    reference_width,
     stored_share,
 )
 from kvbench.leaderboard.site.pages import write_value
@@ -37,10 +38,14 @@ def list_memory(result: Result) -> list[tuple[str, str, float | None]]:
     if memory is None:
         return []
     counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.off_device_bytes}
-    return [
+    found = [
         (words, format_bytes(counts[name]), None if share is None else share(result))
         for name, words, share in MEMORY if counts[name] or (share and counts[name] is not None)
     ]
+    if (width := reference_width(result)) != 1:
+        whole = format_bytes(round(memory.full_bytes * width))
+        found.insert(1, ("full cache in 16 bits, to which the shares refer", whole, None))
+    return found
 
 
 def list_times(result: Result) -> Facts:

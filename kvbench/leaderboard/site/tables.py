@@ -1,7 +1,8 @@
 """Groups runs into tables: one per protocol and axis, in bands of similar size, ranked within a band.
 
 Ranking a method that keeps a tenth of the cache against one that keeps half would rank budgets. Runs of different
-machines share a table, because answers and bytes do not depend on the machine. Times do, so they are not ranked.
+machines share a table, because bytes do not depend on the machine, and answers hardly do. Times do, so they are not
+ranked.
 """
 
 from __future__ import annotations

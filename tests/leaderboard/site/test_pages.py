@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from kvbench.analysis.formatting import format_bytes
 from kvbench.errors import UserError
 from kvbench.leaderboard.site.listed import read_listed
 from kvbench.leaderboard.submission.archive import MAX_BYTES
@@ -209,6 +210,28 @@ def test_a_submission_shows_its_submitter(results):
     assert sorted(x.name for x in run.parent.iterdir()) == [
         "index.html", "manifest.json", "result.json", "samples.jsonl.gz", "spec.json"
     ]
+
+
+def test_a_run_without_a_manifest_is_not_called_curated(results):
+    """It may be of anyone."""
+    results.add("a", verified=False)
+    (run,) = results.build().folder.glob("runs/*/index.html")
+    text = " ".join(Page(run).text.split())
+    assert "Not a submission: it has no manifest." in text and "curated" not in text.lower()
+
+
+def test_the_page_of_a_quantized_cache_shows_what_its_shares_refer_to(results):
+    """16 bits, where the model computes in 32."""
+    def widen(result, lines):
+        result["method"]["family"] = result["method"]["card"]["family"] = "quantization"
+        result["model"]["dtype"] = "float32"
+        result["memory"] |= {"full_bytes": 4_000_000, "stored_bytes": 500_000}
+
+    results.add("a", method="kivi", kind="bits", edit=widen)
+    (run,) = results.build().folder.glob("runs/*/index.html")
+    text = Page(run).text
+    assert f"full cache in 16 bits, to which the shares refer{format_bytes(2_000_000)}" in text
+    assert f"{format_bytes(500_000)}25.0%" in text
 
 
 def test_a_submitters_links_are_on_the_board_and_in_the_exports(results):
