@@ -11,21 +11,21 @@ import pytest
 
 from kvbench.analysis.rescore import rescore
 from kvbench.hf.find import find_folder, hash_model
-from kvbench.leaderboard.submission.records import VERIFICATION, Verification
+from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION, Verification
 from kvbench.registry import list_models
 from kvbench.runs.files import finished_samples, read_file, read_lines
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
 ROOT = Path(__file__).parent.parent / "results"
-RUNS = sorted(x.parent for x in ROOT.glob("*/*/result.json"))
-"""`results/<hardware>/<run>`"""
+RUNS = sorted(x.parent for x in ROOT.glob("*/*/result.json") if not (x.parent / MANIFEST).exists())
+"""`results/<hardware>/<run>`, without submissions"""
 
 
 def test_there_are_runs_and_nothing_else():
-    """Every folder of results/<hardware> is a finished run; the next tests look at something."""
-    runs = [x for x in ROOT.iterdir() if x.name not in ("bench", "gpu")]  # tests/bench reads these two
-    folders = [x for hardware in runs for x in hardware.iterdir() if x.is_dir()]
+    """Every folder of results/<hardware> is a finished run or a submission; the next tests look at something."""
+    runs = [x for x in ROOT.iterdir() if x.is_dir() and x.name not in ("bench", "gpu")]  # tests/bench reads these two
+    folders = [x for hardware in runs for x in hardware.iterdir() if x.is_dir() and not (x / MANIFEST).exists()]
     assert len(RUNS) > 0
     assert sorted(folders) == RUNS
 
