@@ -100,13 +100,8 @@ class CompressKV(ScoredMethod):
         """A store that also keeps the last queries, until the compression."""
         return LayerKV(queries=self.window)
 
-    def summed(self, step: Step, kv_heads: int) -> int:
-        """The window's; over the voting heads a score is a mean."""
-        del step, kv_heads
-        return self.window
-
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Pooled attention of the window in the voting heads, for all heads; infinite in the window. [B, H_kv, n]"""
+        """Pooled mean attention of the window in the voting heads, for all heads; infinite in it. [B, H_kv, n]"""
         assert kv.recent_queries is not None and self.heads is not None
         heads = list(self.heads[step.layer])
         read = [x * kv.keys.shape[1] // step.query.shape[1] for x in heads]  # their KV heads
@@ -115,7 +110,7 @@ class CompressKV(ScoredMethod):
             positions=None if kv.positions is None else kv.positions[:, read], softcap=step.softcap,
             sinks=None if step.sinks is None else step.sinks[heads],
         )
-        mean = pool_before(mass, self.window, self.kernel, "avg").mean(1, keepdim=True)
+        mean = pool_before(mass / self.window, self.window, self.kernel, "avg").mean(1, keepdim=True)
         return mean.expand(-1, kv.keys.shape[1], -1)
 
 

@@ -54,13 +54,8 @@ class SnapKV(ScoredMethod):
         """A store that also keeps the last queries, until the compression."""
         return LayerKV(queries=self.window)
 
-    def summed(self, step: Step, kv_heads: int) -> int:
-        """The window's; over the query heads of a KV head a score is a mean."""
-        del step, kv_heads
-        return self.window
-
     def score(self, kv: LayerKV, step: Step) -> Tensor:
-        """Pooled attention of the window's queries to the entries before it; infinite in the window. [B, H_kv, n]"""
+        """Pooled mean attention of the window's queries; infinite in the window. [B, H_kv, n]"""
         assert kv.recent_queries is not None
         mass = group_mean(attention_mass_of(kv.recent_queries, kv, step), kv.keys.shape[1])
-        return pool_before(mass, self.window, self.kernel, self.pool)
+        return pool_before(mass / self.window, self.window, self.kernel, self.pool)

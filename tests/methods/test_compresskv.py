@@ -34,10 +34,10 @@ def kept(method, step):
 
 
 def test_the_voting_heads_choose_by_pooled_attention(make_step):
-    """Naive mean over two of four heads of pooled sums over the window; every head keeps the same."""
+    """Naive mean over two of four heads of pooled means over the window; every head keeps the same."""
     query, key = draw(2, 4, 40, 8), draw(2, 2, 40, 8, seed=1)
     positions, scores = kept(CompressKV(window=5, kernel=3, heads=((1, 2),)), make_step(query, key, scale=0.5))
-    mass = attention_weights(query[:, :, -5:], key, scale=0.5, seen=40).sum(3).flatten(1, 2)[:, [1, 2], :35].float()
+    mass = attention_weights(query[:, :, -5:], key, scale=0.5, seen=40).mean(3).flatten(1, 2)[:, [1, 2], :35].float()
     wanted = F.avg_pool1d(mass, 3, stride=1, padding=1).mean(1)
     assert torch.allclose(scores[:, 0, :35], wanted, atol=1e-5)
     assert positions[:, 0].equal(positions[:, 1])
@@ -52,7 +52,7 @@ def test_voters_are_scored_as_among_all_heads(make_step, window):
     kv = method.layer(0)
     kv.track = True
     kv.append(step)
-    wanted = attention_mass_of(kv.recent_queries, kv, step)[:, [0, 2, 4]].mean(1)
+    wanted = attention_mass_of(kv.recent_queries, kv, step)[:, [0, 2, 4]].mean(1) / 5
     assert torch.allclose(method.score(kv, step)[:, 1, :35], wanted[:, :35], atol=1e-6)
 
 

@@ -91,12 +91,12 @@ def test_the_norm_is_the_group_s_mean_and_small_scores_are_raised(make_step):
 
 
 @pytest.mark.parametrize(("name", "settings", "weights"), [
-    ("criticalkv", {"window": 5, "kernel": 1}, 5), ("pyramidkv+criticalkv", {"window": 5, "kernel": 1}, 5),
-    ("compresskv+criticalkv", {"window": 5, "kernel": 1, "heads": ((0, 2),)}, 5),
+    ("criticalkv", {"window": 5, "kernel": 1}, 1), ("pyramidkv+criticalkv", {"window": 5, "kernel": 1}, 1),
+    ("compresskv+criticalkv", {"window": 5, "kernel": 1, "heads": ((0, 2),)}, 1),
     ("observed-attention+criticalkv", {}, 2),
 ])
 def test_epsilon_is_added_to_mean_attention(make_step, name, settings, weights):
-    """Two query heads per KV head: SnapKV adds up the window's attention, the observed one that of both heads."""
+    """Of two query heads per KV head, SnapKV takes the mean and observed attention the sum."""
     query, key, output = draw(1, 4, 40, 8), draw(1, 2, 40, 8, seed=1), draw(4, 8, 20, seed=2)
     step = make_step(query, key, output=output)
     found = []

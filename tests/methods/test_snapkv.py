@@ -61,10 +61,10 @@ def test_a_window_of_one_without_pooling_is_the_last_softmax_row(make_step):
 @pytest.mark.parametrize("cuts", [[40], [13, 27], [36, 2, 1, 1]], ids=str)
 @pytest.mark.parametrize("pool", ["max", "avg"])
 def test_scores_are_the_card_s_pipeline(pool, cuts, make_step):
-    """Softmax over all entries, window dropped, summed, averaged over the group, pooled; independent of chunks."""
+    """Softmax over all entries, window dropped, averaged over it and the group, pooled; independent of chunks."""
     query, key = random_rows()
     weights = attention_weights(query[:, :, -6:], key, scale=0.7, seen=40)[..., :-6]  # [B, H_kv, G, w, n - w]
-    mass = weights.sum(3).flatten(1, 2)
+    mass = weights.mean(3).flatten(1, 2)
     function = F.max_pool1d if pool == "max" else F.avg_pool1d
     wanted = function(mass.unflatten(1, (2, 2)).mean(2), 5, stride=1, padding=2)
     method = SnapKV(window=6, kernel=5, pool=pool)

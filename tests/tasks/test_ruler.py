@@ -336,7 +336,7 @@ def test_prompt_ids_tell_wordings_and_haystacks_apart():
 @each_task
 def test_too_short_a_length_is_the_users_mistake(task: Niah, mini_tokenizer):
     """A length that cannot hold the needles is refused with the task's name and what it needs."""
-    with pytest.raises(UserError, match=rf"{task.name} with 5 turns needs \d+ prompt tokens"):
+    with pytest.raises(UserError, match=rf"{task.name} with 5 turns needs \d+ tokens at least"):
         task.example(random.Random(0), id="x", length=200, turns=5, tokenizer=mini_tokenizer)
 
 

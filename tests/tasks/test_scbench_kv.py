@@ -89,7 +89,7 @@ def test_kv_has_uuids(mini_tokenizer):
 @each_task
 def test_too_short_a_length_is_the_users_mistake(task: KeyValue, mini_tokenizer):
     """A length that cannot hold the asked pairs is refused with the task's name and what it needs."""
-    with pytest.raises(UserError, match=rf"{task.name} with 5 turns needs \d+ prompt tokens"):
+    with pytest.raises(UserError, match=rf"{task.name} with 5 turns needs \d+ tokens at least"):
         task.example(random.Random(0), id="x", length=200, turns=5, tokenizer=mini_tokenizer)
 
 

@@ -144,5 +144,5 @@ def test_the_longest_name_takes_a_token_a_letter_at_most(mini_tokenizer):
 
 def test_too_short_a_length_is_the_users_mistake(mini_tokenizer):
     """A length that cannot hold the chains is refused with what it needs."""
-    with pytest.raises(UserError, match=r"vt with 5 turns needs \d+ prompt tokens"):
+    with pytest.raises(UserError, match=r"vt with 5 turns needs \d+ tokens at least"):
         some(mini_tokenizer, length=900, turns=5)

@@ -150,5 +150,5 @@ def test_the_answers_move(mini_tokenizer):
 @pytest.mark.parametrize("task", [CWE, FWE], ids=lambda task: task.name)
 def test_too_short_a_length_is_the_users_mistake(task, mini_tokenizer):
     """A length that cannot hold the fewest words is refused."""
-    with pytest.raises(UserError, match=rf"{task.name} needs \d+ prompt tokens"):
+    with pytest.raises(UserError, match=rf"{task.name} needs \d+ tokens at least"):
         some(task, mini_tokenizer, length=400)

@@ -178,5 +178,5 @@ def test_what_is_asked_for_is_anywhere(task: Generated, mini_tokenizer):
 @each_task
 def test_too_short_a_length_is_the_users_mistake(task: Generated, mini_tokenizer):
     """A length that cannot hold what is asked for is refused with the task's name and what it needs."""
-    with pytest.raises(UserError, match=rf"^{task.name} with 5 turns needs \d+ prompt tokens"):
+    with pytest.raises(UserError, match=rf"^{task.name} with 5 turns needs \d+ tokens at least"):
         make(task, mini_tokenizer, length=task.max_new_tokens + 30, turns=5)
