@@ -221,11 +221,12 @@ def pool_before(scores: Tensor, window: int, kernel: int, kind: Pool) -> Tensor:
 
 
 def go_around(
-    inner: type[Method], around: type, card: Card, note: str, *notes: str
+    inner: type[Method], around: type, card: Card, note: str, *notes: str, revision: str = ""
 ) -> type[Method]:
     """Create `inner+around`: `around` decides or weighs, with the scores of another method.
 
-    card: of the outer method. note: what comes from which paper. notes: further deviations.
+    card: of the outer method. note: what comes from which paper. notes: further deviations. revision: added to the
+    inner method's version, where the outer one has changed the numbers of compositions.
 
     Raises:
         UserError: the inner method does not score every entry once, decides more than scores, or has this one already.
@@ -242,7 +243,8 @@ def go_around(
     scorer = inner.card
     heads = card.heads if scorer.heads == "independent" else scorer.heads
     made = scorer.model_copy(update={
-        "name": f"{scorer.name}+{card.name}", "heads": heads, "family": card.family,
+        "name": f"{scorer.name}+{card.name}", "version": scorer.version + revision, "heads": heads,
+        "family": card.family,
         "title": f"{scorer.title} + {card.title}", "limits": (*scorer.limits, *card.limits),
         "deviations": (*scorer.deviations, note, *notes), "unverified": (*scorer.unverified, *card.unverified),
     })

@@ -82,7 +82,7 @@ class CriticalKV(CriticalScores, SnapKV):
                 f"{inner.card.name}+criticalkv makes no sense: adakv divides the budget by the scores that criticalkv "
                 f"weighs. Put +adakv last: {scorer or 'snapkv'}+criticalkv+adakv."
             )
-        return go_around(inner, CriticalScores, cls.card, note)
+        return go_around(inner, CriticalScores, cls.card, note, revision=".2")
 
 
 def refuse_signed(name: str) -> UserError:

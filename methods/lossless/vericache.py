@@ -91,8 +91,8 @@ class VeriCache(VerifiedOnHost):
         if issubclass(inner, Verified):
             raise UserError(f"{name} makes no sense: {inner.card.name} verifies its tokens itself.")
         card = inner.card.model_copy(update={
-            "name": name, "family": cls.card.family, "deviations": (*inner.card.deviations, *DEVIATIONS),
-            "limits": (*inner.card.limits, *LIMITS),
+            "name": name, "version": f"{inner.card.version}.2", "family": cls.card.family,
+            "deviations": (*inner.card.deviations, *DEVIATIONS), "limits": (*inner.card.limits, *LIMITS),
         })
         body = {
             "card": card, "inner": inner, "replays_context": inner.replays_context, "__doc__": inner.__doc__,

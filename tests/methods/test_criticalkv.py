@@ -110,6 +110,12 @@ def test_epsilon_is_added_to_mean_attention(make_step, name, settings, weights):
     assert found[0][found[0] < torch.inf].max() <= 1
 
 
+def test_a_composition_has_another_version_where_the_outer_methods_numbers_changed():
+    """The scorer's version stands for its own changes."""
+    assert find_method("pyramidkv+criticalkv").card.version == f"{find_method('pyramidkv').card.version}.2"
+    assert find_method("pyramidkv+adakv").card.version == find_method("pyramidkv").card.version
+
+
 def test_negative_scores_are_refused(make_step):
     """A larger norm would make them worse."""
     step = make_step(draw(1, 1, 4, 2), draw(1, 1, 4, 2), output=torch.ones(1, 2, 1))
