@@ -8,7 +8,7 @@ from kvbench.kernels.window_scores import window_scores
 from kvbench.kernels.window_scores.torch import window_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -34,14 +34,20 @@ def roll_queries(kv: LayerKV, step: Step, count: int) -> None:
     held[:, :, kept:] = new
 
 
-def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step) -> Tensor:
+def attention_mass_of(queries: Tensor, kv: LayerKV, step: Step, heads: Sequence[int] | None = None) -> Tensor:
     """Attention that each entry receives, summed over the last queries seen so far. [B, H_q, n] float32
 
-    queries: [B, H_q, w, D].
+    queries: [B, H_q, w, D]. heads: the query heads to score; None: all.
     """
+    keys, positions, sinks = kv.keys, kv.positions, step.sinks
+    if heads is not None:
+        read = [x * keys.shape[1] // queries.shape[1] for x in heads]  # their KV heads
+        queries, keys = queries[:, heads], keys[:, read]
+        positions = None if positions is None else positions[:, read]
+        sinks = None if sinks is None else sinks[heads]
     return window_scores(
-        queries, kv.keys, scale=step.scale, seen=step.seen, window=step.window, positions=kv.positions,
-        softcap=step.softcap, sinks=step.sinks,
+        queries, keys, scale=step.scale, seen=step.seen, window=step.window, positions=positions, softcap=step.softcap,
+        sinks=sinks,
     )
 
 

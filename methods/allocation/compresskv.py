@@ -13,11 +13,10 @@ from torch import Tensor
 from kvbench.constraints import Ge, Odd, Positive
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.kernels.window_scores import window_scores
 from kvbench.method import BudgetKind, Card, Method, Moment, Shape, Step, Upstream, resolved
 from kvbench.selection import ScoredMethod, pool_before
 from kvbench.store import LayerKV
-from kvbench.store.scores import window_weights_of
+from kvbench.store.scores import attention_mass_of, window_weights_of
 from kvbench.techniques.calibration import calibration_ids
 
 if TYPE_CHECKING:
@@ -103,13 +102,7 @@ class CompressKV(ScoredMethod):
     def score(self, kv: LayerKV, step: Step) -> Tensor:
         """Pooled mean attention of the window in the voting heads, for all heads; infinite in it. [B, H_kv, n]"""
         assert kv.recent_queries is not None and self.heads is not None
-        heads = list(self.heads[step.layer])
-        read = [x * kv.keys.shape[1] // step.query.shape[1] for x in heads]  # their KV heads
-        mass = window_scores(
-            kv.recent_queries[:, heads], kv.keys[:, read], scale=step.scale, seen=step.seen, window=step.window,
-            positions=None if kv.positions is None else kv.positions[:, read], softcap=step.softcap,
-            sinks=None if step.sinks is None else step.sinks[heads],
-        )
+        mass = attention_mass_of(kv.recent_queries, kv, step, list(self.heads[step.layer]))
         mean = pool_before(mass / self.window, self.window, self.kernel, "avg").mean(1, keepdim=True)
         return mean.expand(-1, kv.keys.shape[1], -1)
 
