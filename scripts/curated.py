@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pages import RESULTS
 
+from kvbench.analysis.compare import compare_runs
 from kvbench.analysis.load import FinishedRun, load_run
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
 from kvbench.registry import find_method, refuse_unregistered
@@ -78,6 +79,21 @@ def score(result: Result) -> str:
     assert result.score.ci95 is not None, result.run_id
     low, high = result.score.ci95
     return f"{result.score.mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def mark_scores(runs: Sequence[FinishedRun]) -> dict[str, str]:
+    """Mean and interval of every run of a column, by run id: bold where a test does not tell it from the full cache.
+
+    Italic where it does not tell it from random eviction; p-values are adjusted over the column.
+    """
+    marks = {x.result.run_id: "" for x in runs}
+    for name, mark in (("full", "**"), ("random", "*")):
+        (baseline,) = (x for x in runs if x.result.method.name == name)
+        others = [x for x in runs if x is not baseline and x.result.method.name != "full"]
+        for x in compare_runs(baseline, others):
+            assert not x.too_few, x.run_id
+            marks[x.run_id] += mark if x.within_noise else ""
+    return {x.result.run_id: f"{marks[x.result.run_id]}{score(x.result)}{marks[x.result.run_id]}" for x in runs}
 
 
 def group_cells(results: Sequence[Result], budget: str = QUARTER) -> dict[str, dict[Cell, Result]]:

@@ -36,6 +36,7 @@ from curated import (
     cell_of,
     group_cells,
     list_cells,
+    mark_scores,
     name_method,
     order_cell,
     ratio,
@@ -98,32 +99,42 @@ def mini_table(results: Sequence[Result]) -> str:
     return table(header, shown)
 
 
-def real_table(results: Sequence[Result], names: Sequence[str] | None = None) -> str:
+def real_table(runs: Sequence[FinishedRun], names: Sequence[str] | None = None) -> str:
     """One line per method of a real model, one column per cell that methods share; with names, these in their order."""
-    groups = group_cells(results)
+    groups = group_cells([x.result for x in runs])
     columns = list_cells(groups)
+    marked = {
+        run: text for cell in columns for run, text in mark_scores([
+            x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)
+        ]).items()
+    }
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
         cells = groups[name]
         first = cells[min(cells, key=order_cell)]
         agreement = "-" if first.agreement is None else f"{first.agreement.top1:.2f}"
-        scores = (score(cells[x]) if x in cells else "not run" for x in columns)
+        scores = (marked[cells[x].run_id] if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
     return table(("method", "stored", "read", *titles, "top-1"), shown)
 
 
-def condition_table(results: Sequence[Result]) -> str:
+def condition_table(runs: Sequence[FinishedRun]) -> str:
     """Accuracy on one task by visibility and budget; a dash where a method takes no budget."""
-    groups: dict[str, dict[tuple[str, str], Result]] = {}
-    for x in results:
-        groups.setdefault(name_method(x), {})[x.visibility, x.budget.asked or QUARTER] = x
-    columns = sorted({column for runs in groups.values() for column in runs})
+    groups: dict[str, dict[tuple[str, str], str]] = {}
+    columns = sorted({(x.result.visibility, x.result.budget.asked or QUARTER) for x in runs})
+    takes_budget = {name_method(x.result) for x in runs if x.result.budget.asked}
+    for seen, budget in columns:
+        same = [x for x in runs if x.result.visibility == seen]
+        full = [x for x in same if x.result.method.name == "full"]
+        column = [x for x in same if x not in full and (x.result.budget.asked or QUARTER) == budget]
+        texts = mark_scores(full + column)
+        for x in column if budget == HALF else full + column:
+            groups.setdefault(name_method(x.result), {})[seen, budget] = texts[x.result.run_id]
     rows = []
-    for name, runs in groups.items():
-        takes_budget = any(x.budget.asked for x in runs.values())
-        missing = {QUARTER: "not run", HALF: "not run" if takes_budget else "-"}
-        rows.append((name, *(score(runs[x]) if x in runs else missing[x[1]] for x in columns)))
+    for name in dict.fromkeys(name_method(x.result) for x in runs):
+        missing = {QUARTER: "not run", HALF: "not run" if name in takes_budget else "-"}
+        rows.append((name, *(groups[name].get(x, missing[x[1]]) for x in columns)))
     return table(("method", *(f"{seen}, {budget}" for seen, budget in columns)), rows)
 
 
@@ -270,20 +281,20 @@ def all_tables(results: Sequence[Result]) -> str:
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
-    mini, smollm2, tasks, text, qwen = map(read_results, (MINI, SMOLLM2, SMOLLM2_TASKS, TEXT, QWEN))
-    four, one = ([x for x in smollm2 if x.task.name == name] for name in (NEEDLES, "niah_single_2"))
-    hidden = [x for x in four if x.visibility == "hidden"]
-    visible = [x for x in read_runs(SMOLLM2) if (x.result.task.name, x.result.visibility) == (NEEDLES, "visible")]
+    smollm2, qwen = map(read_runs, (SMOLLM2, QWEN))
+    mini, tasks, text = map(read_results, (MINI, SMOLLM2_TASKS, TEXT))
+    four, one = ([x for x in smollm2 if x.result.task.name == name] for name in (NEEDLES, "niah_single_2"))
+    hidden, visible = ([x for x in four if x.result.visibility == seen] for seen in ("hidden", "visible"))
     return {
         README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real(smollm2, text), "methods": real_table(hidden),
+            "source": describe_real([x.result for x in smollm2], text), "methods": real_table(hidden),
             "conditions": condition_table(four) + power_note(visible), "single": condition_table(one),
-            "text": text_table(text) + compare_text(text, hidden), "lossless": lossless_table(),
+            "text": text_table(text) + compare_text(text, [x.result for x in hidden]), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        QWEN_PAGE: {"source": describe_real(qwen), "methods": real_table(qwen)},
+        QWEN_PAGE: {"source": describe_real([x.result for x in qwen]), "methods": real_table(qwen)},
     }
 
 
