@@ -263,9 +263,12 @@ def describe_real(results: Sequence[Result], others: Sequence[Result] = ()) -> s
         f"{x.n_samples * x.spec.turns} questions.\n"
         for (task, length, seen), x in sorted({cell_of(x): x for x in results}.items())
     ]
+    hours = sum(x.environment.seconds for x in results) / 3600
     return (
         f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, on {first.environment.cpu} "
-        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}{_name_earlier([*results, *others])}"
+        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}"
+        f"The {len(results)} runs took {hours:.0f} hours, each on a core next to other work.\n"
+        f"{_name_earlier([*results, *others])}"
     )
 
 
