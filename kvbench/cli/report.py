@@ -44,7 +44,7 @@ def report_command(
     from kvbench.cli.tables import group_cells
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_runs
-    from kvbench.report.sections import name_group, write_report
+    from kvbench.report.sections import name_groups, write_report
 
     loaded = [load_run(x) for x in find_runs(runs, out)]
     for run in loaded:
@@ -64,10 +64,9 @@ def report_command(
         output.write_bytes(content)
     except OSError as error:
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another path with -o.") from error
-    for entries in groups:
+    for title, entries in zip(name_groups([x[0].result for x in groups]), groups, strict=True):
         columns, rows = group_cells(entries)
-        result = entries[0].result
-        print_table(f"{name_group(result)}: {Metric.of(result.score).title}", columns, rows)
+        print_table(f"{title}: {Metric.of(entries[0].result.score).title}", columns, rows)
         for doubt in group_doubts((x.label, x.result) for x in entries):
             say(f"warning: {doubt}")
         tested = [x.difference for x in entries if x.difference is not None and x.difference.p is not None]

@@ -24,7 +24,7 @@ p { margin: 0.25rem 0; max-width: 60rem; }
 a { color: #0b5394; }
 a:focus-visible, summary:focus-visible, [tabindex]:focus-visible { outline: 2px solid #0b5394; outline-offset: 2px; }
 summary { cursor: pointer; margin: 0.5rem 0; }
-nav ul { margin: 0.25rem 0; padding-left: 1.2rem; }
+ul { margin: 0.25rem 0; max-width: 60rem; padding-left: 1.2rem; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 1.5rem; }
@@ -35,6 +35,7 @@ figcaption { font-weight: 600; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.15rem 0.6rem; text-align: right; white-space: nowrap; }
+td.failed { min-width: 16rem; white-space: normal; overflow-wrap: anywhere; }
 th { background: #f4f4f4; font-weight: 600; }
 th[scope=row], .text { text-align: left !important; }
 tbody th[scope=row] { position: sticky; left: 0; background: #fff; }

@@ -22,17 +22,22 @@ from kvbench.runs.results import Result
 
 ABOUT = f"""
 <p>Each table holds runs of one task, model, protocol and machine; only these are ranked against each other. Intervals
-are 95 %, by context. Ranks: the best run leads the first rank, and every run that a paired test by context does not
-distinguish from it (p of {ALPHA:g} or more, Holm-adjusted over all runs below) shares its rank; the first run that
-differs leads the next rank. Differences to the full cache are on the same questions, with p-values adjusted over the
-runs of the table. {UNADJUSTED} "Too few to tell": no difference of so few contexts could be significant, and there
-are no ranks.
-Bytes are measured: stored and bytes/token at the end of the context, conversation at the end of the last answer, read
-per decode step, each as a share of the full cache at that moment; distinct counts an entry once that several query
-heads read. Strict: the score if the first value named counts. Cut: answers that the length limit ended.
-Failed runs have no rank and no score.</p>
-<p class="note">Charts: the solid line is the Pareto frontier, the dashed line the full cache, and the dotted line the
-method `random` (if it was run). Click a family in a legend to show only that family.</p>
+are 95 %, by context.</p>
+<ul>
+<li>Ranks: the best run leads the first rank, and every run that a paired test by context does not distinguish from it
+(p of {ALPHA:g} or more, Holm-adjusted over all runs below) shares its rank; the first run that differs leads the next
+rank. "Too few to tell": no difference of so few contexts could be significant, and there are no ranks. Failed runs have
+no rank and no score.</li>
+<li>Differences to the full cache are on the same questions, with p-values adjusted over the runs of the table.
+{UNADJUSTED}</li>
+<li>Bytes are measured: stored and bytes/token at the end of the context, conversation at the end of the last answer,
+read per decode step, each as a share of the full cache at that moment; distinct counts an entry once that several query
+heads read.</li>
+<li>Strict: the score if the first value named counts. Cut: answers that the length limit ended.</li>
+<li>Charts: the solid line joins the results that no other beats in both score and size (or time), the dashed line is
+the full cache, and the dotted line is the method random, if it was run. Click a family in a legend to show only that
+family.</li>
+</ul>
 """
 HEAD = (
     TableCell("rank"), TableCell("method", kind="text"), TableCell("family", kind="pick text"), TableCell("score"),
@@ -64,25 +69,41 @@ def write_report(groups: Sequence[Sequence[GroupedRun]], grids: Sequence[Grid]) 
             {key: value for key, value in row.items() if value is not None} for row in rows
         ])),
     ]
+    titles = name_groups([x[0].result for x in groups])
     links = "".join(
-        f'<li><a href="#group-{i}">{escape(name_group(entries[0].result))}</a>: {len(entries)}</li>\n'
-        for i, entries in enumerate(groups)
+        f'<li><a href="#group-{i}">{escape(title)}</a>: {len(entries)}</li>\n'
+        for i, (title, entries) in enumerate(zip(titles, groups, strict=True))
     )
     parts = [
         f"<p>{len(results)} runs. Data: {', '.join(files)}</p>\n<nav><ul>\n{links}</ul></nav>\n{ABOUT}",
-        *(write_group(entries, f"group-{i}") for i, entries in enumerate(groups)),
+        *(
+            write_group(entries, f"group-{i}", title)
+            for i, (title, entries) in enumerate(zip(titles, groups, strict=True))
+        ),
         *(write_grid(x, f"grid-{i}", list_scores(grids)) for i, x in enumerate(grids)),
     ]
     return write_page("kvbench report", "".join(parts))
 
 
 def name_group(result: Result) -> str:
-    """One line that distinguishes the group of a run from others."""
+    """One line about the protocol of a run's group."""
     turns = result.spec.turns
     return ", ".join([
         result.task.name, f"{result.task.length:,} tokens", str(result.mode), VISIBILITIES[result.visibility],
         *([f"{turns} turns, {result.history} history"] if turns > 1 else []), result.model.id, result.spec.device,
     ])
+
+
+def name_groups(results: Sequence[Result]) -> list[str]:
+    """The lines of several groups, given a run of each. Groups of the same line also show where they differ."""
+    lines = [name_group(x) for x in results]
+    protocols = [dict(list_protocol(x)) for x in results]
+    named = []
+    for line, protocol in zip(lines, protocols, strict=True):
+        others = [x for other, x in zip(lines, protocols, strict=True) if other == line]
+        differing = (text for key, text in protocol.items() if any(x[key] != text for x in others))
+        named.append("; ".join([line, *differing]))
+    return named
 
 
 def list_protocol(result: Result) -> list[tuple[str, str]]:
@@ -113,7 +134,7 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     ]
 
 
-def write_group(entries: Sequence[GroupedRun], name: str) -> str:
+def write_group(entries: Sequence[GroupedRun], name: str, title: str) -> str:
     """Write the section of a group; `name` is its anchor."""
     result = entries[0].result
     costs = "".join(
@@ -142,7 +163,7 @@ def write_group(entries: Sequence[GroupedRun], name: str) -> str:
     runs = write_table("Runs", [TableCell(x, kind="text") for x in RUN_HEAD],
                        [_describe_run(x.result) for x in entries])
     return (
-        f'<section id="{name}">\n<h2>{escape(name_group(result))}</h2>\n'
+        f'<section id="{name}">\n<h2>{escape(title)}</h2>\n'
         f"<details><summary>Protocol of these runs</summary>\n<dl>{terms}</dl></details>\n"
         f'{doubts}<div class="charts">\n{costs}</div>\n{slow}{rows}<div class="narrow">{cells}</div>\n'
         f"<details><summary>Settings, versions and commits of these runs</summary>\n{runs}</details>\n</section>\n"

@@ -26,7 +26,7 @@ from kvbench.report import charts, page
 from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
 from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results
-from kvbench.report.sections import HEAD, write_report
+from kvbench.report.sections import HEAD, name_groups, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import TableCell, write_table
 from kvbench.runs.journal import Agreement, AgreementPart
@@ -178,6 +178,17 @@ def test_groups_hold_one_protocol(groups, runs):
     assert sorted(map(len, groups)) == [1, len(runs) - 1]
     for entries in groups:
         assert len({(x.result.visibility, x.result.task.length) for x in entries}) == 1
+
+
+def test_groups_of_the_same_line_show_where_they_differ(groups):
+    """Twice as many contexts are another group, which the title says; other titles stay short."""
+    first, other = groups[0][0], groups[1][0]
+    more = edit(first, spec__samples=2 * first.result.spec.samples).result
+    plain = name_groups([first.result, other.result])
+    titles = name_groups([first.result, more, other.result])
+    assert titles[0].startswith(f"{plain[0]}; {first.result.spec.samples} contexts")
+    assert titles[1].startswith(f"{plain[0]}; {more.spec.samples} contexts")
+    assert titles[2] == plain[1]
 
 
 def test_runs_are_sorted_with_ranks_and_differences(groups):
@@ -499,3 +510,14 @@ def test_a_page_fits_a_narrow_screen(open_page, groups, tmp_path):
     page.keyboard.press("ArrowRight")
     page.wait_for_timeout(500)  # it glides
     assert table.evaluate("x => x.scrollLeft") > 0
+
+
+@pytest.mark.slow
+def test_a_long_reason_of_a_failed_run_does_not_move_the_columns_away(open_page, groups, tmp_path):
+    """It is wrapped in its cell."""
+    entries = max(groups, key=len)
+    failed = edit(entries[1], run_id="failed", status="failed", error="the score has no number. " * 40)
+    path = tmp_path / "report.html"
+    path.write_bytes(write_report([[*entries, GroupedRun(failed.result, "failed")]], []))
+    cell = open_page(path).locator("td.failed").first
+    assert cell.bounding_box()["width"] < 500
