@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvbench.constraints import Natural, Positive
 from kvbench.errors import UserError
@@ -18,8 +19,6 @@ from kvbench.store import LayerKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from kvbench.hf import Model
     from kvbench.method import Card
@@ -52,7 +51,7 @@ class ScoredMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n:
             return
-        scores = hide_unseen(self.score(kv, step), kv, step.window)
+        scores = hide_unseen(refuse_shape(self.score(kv, step), kv, step, self.card.name), kv, step.window)
         refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
             entries = max(entries, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
@@ -105,7 +104,7 @@ class RollingMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n or not step.moment.is_last:
             return
-        scores = hide_unseen(self.score(kv, step, entries), kv, step.window)
+        scores = hide_unseen(refuse_shape(self.score(kv, step, entries), kv, step, self.card.name), kv, step.window)
         if step.moment is not Moment.DECODE or not scores.is_cuda:
             refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if step.moment.in_context:
@@ -151,6 +150,21 @@ def refuse_nan(scores: Tensor, what: str = "the scores have NaN") -> None:
     """
     if scores.numel() and math.isnan(scores.amax().item()):
         raise UserError(f"{what}, so that no choice follows from it. Correct the score; infinities are allowed.")
+
+
+def refuse_shape(scores: Tensor, kv: LayerKV, step: Step, name: str) -> Tensor:
+    """The scores of the method `name`, refused where they are not one number per entry and KV head (`UserError`).
+
+    Scores of one head would be broadcast, and a method would keep the same entries in all heads unnoticed.
+    """
+    wanted = [*step.key.shape[:2], kv.n]
+    found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    if found != wanted:
+        raise UserError(
+            f"score of {name} gives {found} in layer {step.layer}, not a tensor [B, H_kv, n] of {wanted}. Give one "
+            "number for each entry of each KV head."
+        )
+    return scores
 
 
 def top_entries(scores: Tensor, entries: int) -> Tensor:

@@ -84,6 +84,24 @@ def test_a_method_with_a_nan_score_is_refused_with_its_layer(base, monkeypatch):
     assert any(message in x.detail for x in check(base) if not x.passed)
 
 
+@pytest.mark.parametrize("base", [Knorm, TOVA])
+@pytest.mark.parametrize(("score", "found"), [
+    (lambda self, kv, *_: kv.keys.float().norm(dim=-1)[:, :1], r"\[1, 1, 60\]"),
+    (lambda self, kv, *_: kv.keys.float(), r"\[1, 2, 60, 16\]"),
+    (lambda self, kv, *_: None, "NoneType"),
+], ids=["of one head", "of channels", "forgotten return"])
+def test_a_score_must_have_a_number_for_each_entry_of_each_head(base, score, found, monkeypatch):
+    """The scores of one head would decide for all heads unnoticed."""
+    monkeypatch.setattr(base, "score", score)
+    method, model = base(), tiny_model()
+    message = f"score of {base.card.name} gives {found} in layer 0, not a tensor .* of \\[1, 2, 60\\]"
+    with (
+        Session(model, method.fit(Budget("rows", 20), model.shape(60)), capacity=80) as session,
+        pytest.raises(UserError, match=message),
+    ):
+        session.prefill(list(range(60)))
+
+
 def test_a_score_that_becomes_nan_in_a_decode_step_is_refused(monkeypatch):
     """By a rolling method, which scores at every step."""
     model = tiny_model()
