@@ -1,4 +1,4 @@
-"""Reasons to doubt a score: a failing full cache, answers that repeat the context or are cut, training, pooling."""
+"""Reasons to doubt a score: a failing full cache, a budget without effect, bad answers, training, pooling."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def list_doubts(result: Result) -> Iterator[str]:
         yield (
             f"the full cache itself scores {mean:.3f}: the model fails this task, so differences between methods say "
             "little."
+        )
+    effect, agreement = result.effect, result.agreement
+    if (
+        result.budget.asked is not None and effect is not None and effect.n == 0 and effect.n_identity
+        and agreement is not None and agreement.kl == 0
+    ):
+        yield (
+            "the budget holds the whole context, so the method changed nothing and this is the score of the full "
+            "cache. A smaller budget or a longer context shows its effect."
         )
     if strict is not None and mean - strict >= MUCH:
         yield (

@@ -107,15 +107,15 @@ def doubt(mean, **facts):
     return list(list_doubts(made_run(mean, **facts)))
 
 
-def made_run(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None):
+def made_run(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0):
     """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return SimpleNamespace(
         score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
-        budget=SimpleNamespace(kind="none" if full else "stored", trained=None), effect=SimpleNamespace(n=0),
-        lossless=None, reuse=None,
+        budget=SimpleNamespace(kind="none" if full else "stored", trained=None, asked=asked),
+        effect=SimpleNamespace(n=n, n_identity=10 - n), agreement=SimpleNamespace(kl=kl), lossless=None, reuse=None,
     )
 
 
@@ -128,6 +128,13 @@ def test_doubts_about_a_run():
     assert doubt(1.0, stop=4, length=6) == ["the length limit cut 60% of the answers."]
     strict = SimpleNamespace(scores={"kv-strict@1": 0.0}, task=SimpleNamespace(scorer="kv@1"))
     assert find_strict(strict) == 0.0
+
+
+def test_a_budget_that_holds_the_whole_context_is_a_doubt():
+    """Not where a part of the contexts was compressed, or where the method drops entries while it decodes."""
+    (found,) = doubt(1.0, full=False, asked="1024", kl=0.0)
+    assert found.startswith("the budget holds the whole context, so the method changed nothing")
+    assert doubt(1.0, full=False, asked="1024", kl=0.0, n=1) == doubt(1.0, full=False, asked="192") == []
 
 
 def test_runs_with_the_same_doubt_share_a_sentence():
