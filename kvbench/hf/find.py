@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kvbench import registry
 from kvbench.errors import UserError, unknown
 from kvbench.machine import cache_folder
-from kvbench.models.sources import find_added, refuse_missing
+from kvbench.models.sources import find_added, list_added, refuse_missing
 from kvbench.registry import list_architectures, list_models
 
 RANDOM = "random:"
@@ -62,7 +62,14 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         return path
     refuse_missing(source)
     if not HUB_ID.fullmatch(source):
-        allowed = [*list_models(), *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM))]
+        if "/" in source:
+            raise UserError(
+                f"unknown model '{source}': no such folder. Give a local folder, or a hub id such as org/name."
+            )
+        allowed = [
+            *list_models(), *list_added(),
+            *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM)),
+        ]
         raise unknown("model", source, allowed, "Or give a local folder, or a hub id such as org/name.")
     return _fetch(source, weights=weights and not name.startswith(RANDOM))
 
@@ -133,6 +140,8 @@ def check_device(device: str) -> None:
         UserError: the device is unknown or absent.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        if device.startswith("gpu"):  # the nearest allowed name would be cpu
+            raise UserError(f"unknown device '{device}'. Use --device cuda; one GPU of several: cuda:1.")
         raise unknown("device", device, ["cpu", "cuda"], "One GPU of several: cuda:1.")
     if device != "cpu":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -35,12 +35,15 @@ def test_unknown_name(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytes
     assert text.endswith("Or give a local folder, or a hub id such as org/name.")
     for name in ("", "random:", "./nowhere", "/no/where", "~/nowhere", "a/b/c"):
         assert refusal(name).startswith("unknown model")
+    assert refusal("./nowhere").startswith("unknown model './nowhere': no such folder.")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:1", "mps", ""])
 def test_unknown_device(device: str, saved: dict[str, Path]) -> None:
     """A device that does not exist anywhere is answered with those that do."""
-    assert refusal(saved["llama"], device=device).startswith(f"unknown device '{device}'.")
+    text = refusal(saved["llama"], device=device)
+    assert text.startswith(f"unknown device '{device}'.")
+    assert ("Use --device cuda;" in text) == (device == "gpu")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])

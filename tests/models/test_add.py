@@ -75,6 +75,7 @@ def test_add(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> N
     assert kvbench("show", "tiny").code == 0
     assert kvbench("models", "show", "tiny", "--json").json["id"] == "tiny-q8_0"
     assert "tiny" in [x["name"] for x in kvbench("list", "models", "--json").json]
+    assert "`kvbench show mini` describes this bundled model." in kvbench("models", "show", "mini").err
     assert kvbench("models", "remove", "tiny").code == 0
     assert find_added("tiny") is None
 
