@@ -195,7 +195,10 @@ class Method:
             UserError: the two make no sense together.
         """
         name = cls.card.name
-        raise UserError(f"{inner.card.name}+{name} makes no sense: {name} goes around no other method.")
+        hint = f"Use {inner.card.name} or {name} alone."
+        if inner.over.__func__ is not Method.over.__func__:  # type: ignore[attr-defined]  # of a class method
+            hint = f"The outer method stands last: {name}+{inner.card.name}."
+        raise UserError(f"{inner.card.name}+{name} makes no sense: {name} goes around no other method. {hint}")
 
     @property
     def settings(self) -> dict[str, object]:

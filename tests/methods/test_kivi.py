@@ -248,7 +248,9 @@ def test_what_keeps_everything_may_be_too_short_to_pack():
         ("kivi+kivi", "quantizes"), ("snapkv+kivi+kivi", "quantizes"), ("full-int8+kivi", "quantizes"),
         ("mikv+kivi", "quantizes"), ("full+kivi", "as kivi alone does"), ("h2o+kivi", "cannot change"),
         ("tova+kivi", "cannot change"), ("streaming-llm+kivi", "cannot change"), ("adakv+kivi", "unequal numbers"),
-        ("snapkv+adakv+kivi", "unequal numbers"), ("kivi+adakv", "does not"), ("kivi+snapkv", "goes around no other"),
+        ("snapkv+adakv+kivi", "unequal numbers"), ("kivi+adakv", "does not"),
+        ("snapkv+h2o", r"no other method\. Use snapkv or h2o alone\."),
+        ("kivi+snapkv", r"no other method\. The outer method stands last: snapkv\+kivi\."),
     ],
 )
 def test_nonsense_is_refused_by_name(name, reason):
