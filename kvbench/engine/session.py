@@ -72,22 +72,22 @@ class Session(Stores):
 
     # Saving
 
-    def save(self, path: Path) -> int:
+    def save(self, path: Path | str) -> int:
         """Write the session with its compressed cache to a file (safetensors). Returns the file's bytes.
 
         Raises:
             UserError: there is no context, its steps are static, or the disk fails.
         """
-        return write_session(self, path)
+        return write_session(self, Path(path))
 
     @classmethod
-    def load(cls, path: Path, model: Model, method: Method) -> Self:
+    def load(cls, path: Path | str, model: Model, method: Method) -> Self:
         """A session as `save` wrote it, bit for bit. model, method: those that it was saved with, the method fitted.
 
         Raises:
             UserError: there is no such file, it is damaged, or it is of another model, method or version.
         """
-        return read_session(path, model, method, cls)
+        return read_session(Path(path), model, method, cls)
 
     # Running
 

@@ -66,7 +66,7 @@ def test_a_loaded_session_goes_on_as_the_saved_one(method_name, tmp_path):
         held = session.memory()
         wanted = go_on(session)
     assert size == file.stat().st_size
-    with Session.load(file, model, method) as session:
+    with Session.load(str(file), model, method) as session:  # a path as text
         loaded = session.memory()
         found = go_on(session)
     assert loaded.model_copy(update={"peak_bytes": held.peak_bytes}) == held
