@@ -240,6 +240,7 @@ def test_submission_to_a_server(kvbench, snapkv, fake_server, monkeypatch, tmp_p
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", f"{fake_server.url}/", "--json")
     assert (done.code, done.json["delivered"]) == (0, fake_server.answer)
+    assert "The same command shows the state again." in done.out
     (method, path, body, token), = fake_server.asked
     assert (method, path, token) == ("POST", "/api/submissions", f"Bearer {TOKEN}")
     (tmp_path / "x.tar").write_bytes(body)
@@ -262,12 +263,14 @@ def test_a_token_does_not_follow_a_redirect(kvbench, snapkv, fake_server, monkey
     assert TOKEN not in done.err
 
 
-@pytest.mark.parametrize(("status", "detail"), [(401, "unknown token"), (413, "too large"), (429, "too many")])
-def test_the_servers_reason_is_reported(kvbench, snapkv, fake_server, monkeypatch, status, detail):
+@pytest.mark.parametrize(("status", "detail", "hint"), [
+    (401, "unknown token", ". Check KVBENCH_TOKEN or --token-file"), (413, "too large", ""), (429, "too many", ""),
+])
+def test_the_servers_reason_is_reported(kvbench, snapkv, fake_server, monkeypatch, status, detail, hint):
     fake_server.status, fake_server.answer = status, {"detail": detail}
     monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
     done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", fake_server.url)
-    last = f"kvbench: {fake_server.url} did not accept it ({status}): {detail}"
+    last = f"kvbench: {fake_server.url} did not accept it ({status}): {detail}{hint}"
     assert (done.code, done.err.splitlines()[-1]) == (1, last)
 
 

@@ -112,7 +112,10 @@ def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str
     except urllib.error.HTTPError as error:
         with error:
             answer = _read(error)
-        raise DeliveryError(f"{url} did not accept it ({error.code}): {answer.get('detail', error.reason)}") from error
+        hint = ". Check KVBENCH_TOKEN or --token-file" if error.code == http.HTTPStatus.UNAUTHORIZED else ""
+        raise DeliveryError(
+            f"{url} did not accept it ({error.code}): {answer.get('detail', error.reason)}{hint}"
+        ) from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise DeliveryError(
