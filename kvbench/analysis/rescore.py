@@ -50,7 +50,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
     if spec.model.id.startswith("random:"):
         raise UserError(f"run {folder} used random weights, so its answers have no score.")
     if task_name is None:
-        refuse_unregistered("task", spec.task.name, "If you trust its file, give --task path/to/file.py:Class.")
+        hint = "If you trust its file, give --task path/to/file.py:Class or path/to/task.toml."
+        refuse_unregistered("task", spec.task.name, hint)
     task = find_task(task_name or spec.task.name)
     if task.name != spec.task.name:
         raise UserError(

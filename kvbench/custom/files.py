@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
@@ -182,4 +183,6 @@ def _read_records(path: Path, stamp: tuple[int, ...]) -> RecordFile:  # noqa: AR
                 errors[line] = str(error)
             except ValidationError as error:
                 errors[line] = explain(error).replace(" at line 1 column ", " at column ")
+                if line == 1 and text.startswith(codecs.BOM_UTF8):
+                    errors[line] = "starts with a byte order mark. Save the file as UTF-8 without it"
     return RecordFile(path, hashlib.sha256(data).hexdigest(), valid, errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -135,6 +136,15 @@ def test_the_hash_of_the_records_is_the_revision(write, tmp_path):
         assert other.dataset_revision == task.dataset_revision
     assert read(write(summary="other"))().prompt_id == task.prompt_id
     assert read(write(RECORDS[:2]))().dataset_revision != task.dataset_revision
+
+
+def test_a_byte_order_mark_is_named(write, kvbench):
+    """Editors write one unseen, and "expected value at column 1" shows nothing wrong."""
+    path = write()
+    records = path.parent / "records.jsonl"
+    records.write_bytes(codecs.BOM_UTF8 + records.read_bytes())
+    printed = " ".join(kvbench("check", path, "--json").out.split())
+    assert "byte order mark. Save the file as UTF-8 without it" in printed
 
 
 def test_what_is_too_long_is_refused_by_name(write, tokenizer):
