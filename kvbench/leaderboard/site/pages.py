@@ -108,7 +108,9 @@ def escape_invisible(text: str) -> str:
 
 def name_group(result: Result) -> str:
     """Heading of a protocol: its mode and its questions."""
-    return f"{result.mode}: {name_question(result)}"
+    own = ", own history" if result.mode == "multi-turn" and result.history == "own" else ""
+    again = ", recompressed at each turn" if result.spec.recompress else ""
+    return f"{result.mode}: {name_question(result)}{own}{again}"
 
 
 def describe_group(group: Group) -> str:

@@ -462,6 +462,28 @@ def test_other_folders_are_never_replaced(results):
         results.build()
 
 
+def test_a_site_without_a_verified_run_says_why_it_names_no_technique(results):
+    """With the command that verifies."""
+    results.add("mine", verified=False)
+    assert "none of these runs of kvbench's methods is verified" in Page(results.build().folder / "index.html").text
+    results.add("full", method="full")
+    assert "is verified" not in Page(results.build().folder / "index.html").text
+
+
+def test_protocols_that_differ_in_the_conversation_have_different_headings(results):
+    """Own answers as history, or compression at every turn."""
+    def change(history, recompress):
+        def edit(result, _):
+            result["spec"] |= {"recompress": recompress}
+            result["history"] = result["spec"]["history"] = history
+        return edit
+
+    for i, (history, recompress) in enumerate([("reference", False), ("own", False), ("reference", True)]):
+        results.add(f"run-{i}", edit=change(history, recompress))
+    text = Page(results.build().folder / "index.html").text
+    assert "own history" in text and "recompressed at each turn" in text
+
+
 def test_an_empty_leaderboard_is_built(results):
     """It explains how to submit."""
     built = results.build()
