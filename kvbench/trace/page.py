@@ -10,9 +10,9 @@ from kvbench.report.page import write_chart, write_page
 
 NOTE = (
     "Trace simulation: hit rates of a cache that is simulated on recorded requests. No model ran, and no time was "
-    "measured. The line `optimum` looks at later requests; no policy can be above it. The dashed lines are bounds of "
-    "lossless storage of entries as a sequence: every distinct block of the prefix tree once, and the ids of its "
-    "tokens alone, in 4 bytes each, from which all entries would be computed again."
+    "measured. The policy optimum looks at later requests; no policy can be above it. The dashed lines are two sizes "
+    "to compare with: that of a cache which holds every distinct block once and so misses nothing twice, and that of "
+    "the token ids alone, in 4 bytes each, from which all entries would be computed again."
 )
 
 
@@ -44,7 +44,7 @@ def _draw(rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> d
     points = [x for x in rows if isinstance(x["blocks"], int | float) and x["blocks"] > 0]
     if len({x["blocks"] for x in points}) < 2:
         return None
-    color = {"field": "policy", "type": "nominal", "title": "policy"}
+    color = {"field": "policy", "type": "nominal", "title": "policy", "legend": {"symbolOpacity": 1}}
     x = {"field": "blocks", "type": "quantitative", "scale": {"type": "log"}, "title": "capacity in blocks"}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json", "width": 640, "height": 380,
