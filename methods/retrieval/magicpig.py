@@ -83,7 +83,7 @@ class MagicPIG(EndsMethod):
     def hash(self, x: Tensor, planes: Tensor) -> Tensor:
         """The code of every vector in every table. x: [B, H, n, D]. Returns [B, H, L, n] int16"""
         signs = (x @ planes > 0).unflatten(3, (self.tables, self.bits))
-        codes: Tensor = signs.float() @ torch.exp2(torch.arange(self.bits, device=x.device))  # exact, faster than shifts
+        codes: Tensor = signs.float() @ torch.exp2(torch.arange(self.bits, device=x.device))  # faster than shifts
         return codes.to(torch.int16).mT.contiguous()
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
