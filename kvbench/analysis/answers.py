@@ -70,7 +70,7 @@ def read_asked(folders: Sequence[Path]) -> CommonQuestions:
         for folder in folders if (folder / "samples.jsonl").exists() or (folder / "samples.jsonl.gz").exists()
     ]
     if len(found) < len(folders) or not all(found):
-        raise UserError("a run has no answers yet. Run its command again to continue it.")
+        raise UserError("a run has no answers in its journal. Delete its result.json, if there is one, and run it.")
     common = sorted(set.intersection(*(set(x) for x in found)))
     if not common:
         raise UserError(

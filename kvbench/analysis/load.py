@@ -107,6 +107,25 @@ def _expand(text: str, out: Path) -> list[Path]:
     return found
 
 
+def load_runs(texts: Sequence[str], out: Path = RUNS) -> list[FinishedRun]:
+    """The runs of `find_runs`. A damaged one is left out with a warning where the folder that it lies in was given.
+
+    Raises:
+        UserError: as `find_runs`, or a run is damaged that was given itself, or all are.
+    """
+    found = []
+    for folder in find_runs(texts, out):
+        try:
+            found.append(load_run(folder))
+        except UserError as error:
+            if not any(Path(x) in folder.parents for x in texts):
+                raise
+            say(f"warning: skipped: {error}")
+    if not found:
+        raise UserError(f"no run of {', '.join(texts)} can be read.")
+    return found
+
+
 def load_run(folder: Path) -> FinishedRun:
     """Read a finished run.
 

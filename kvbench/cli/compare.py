@@ -55,7 +55,7 @@ def compare_command(
     for conflict in conflicts:
         say(f"warning: {conflict}")
     if conflicts:
-        say("warning: score differences may be due to these and not to the methods.")
+        say("warning: differences are over the common questions. They may be due to these and not to the methods.")
     if (code := describe_code(loaded)) is not None:
         say(f"warning: {code}. See result.json of each run for details.")
     loaded = fill_full_reads(loaded, loaded)

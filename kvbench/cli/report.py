@@ -38,7 +38,7 @@ def report_command(
     say("reading runs ...")
     from kvbench.analysis.doubts import group_doubts
     from kvbench.analysis.formatting import print_table
-    from kvbench.analysis.load import find_runs, load_run
+    from kvbench.analysis.load import load_runs
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.significance import describe_too_few
     from kvbench.cli.tables import group_cells
@@ -46,7 +46,7 @@ def report_command(
     from kvbench.report.group import group_runs
     from kvbench.report.sections import name_groups, write_report
 
-    loaded = [load_run(x) for x in find_runs(runs, out)]
+    loaded = load_runs(runs, out)
     for run in loaded:
         if run.result.status == "failed":
             say(f"warning: {run.result.run_id} failed: {run.result.error}")

@@ -69,7 +69,9 @@ def print_result(result: Result, folder: Path) -> None:
     rows.append(("run", str(folder)))
     rows += [("WARNING", f"{x} See kvbench answers {refer_to(folder)}.") for x in list_doubts(result)]
     if result.error:
-        rows.append(("FAILED", result.error))
+        idle = result.n_failed == 0  # the method had no effect
+        hint = f" Try other settings (kvbench show {result.method.name}), a smaller budget or a longer context."
+        rows.append(("FAILED", f"{result.error}{hint if idle else ''}"))
     print_table("", ("", result.status), rows)
 
 

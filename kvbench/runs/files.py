@@ -157,7 +157,7 @@ def read_file(path: Path, kind: type[T]) -> T:
         return kind.model_validate(_migrate(json.loads(text), path))
     except (ValueError, RecursionError) as error:
         hint = f" {RENEW}" if path.name == "result.json" else ""
-        raise UserError(f"{path} is not a valid {kind.__name__.lower()} file: {_reason(error)}.{hint}") from error
+        raise UserError(f"{path} is not a valid file of kvbench: {_reason(error)}.{hint}") from error
 
 
 def _migrate(data: Any, path: Path) -> Any:

@@ -128,7 +128,10 @@ def read_device_map(text: str) -> str | dict[str, str | int]:
         try:
             found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"device map '{text}' cannot be read: {error}.") from error
+            raise UserError(
+                f"device map '{text}' cannot be read: {error}. Give {', '.join(DEVICE_MAPS)}, or a .json file with the "
+                "place of each module."
+            ) from error
         if not isinstance(found, dict) or not found or not all(isinstance(x, str | int) for x in found.values()):
             raise UserError(
                 f"device map '{text}' must be an object of places by module name. Write for example "

@@ -26,7 +26,7 @@ from kvbench.analysis.compare import (
     name_questions,
     rank_runs,
 )
-from kvbench.analysis.load import FinishedRun, find_runs, load_run
+from kvbench.analysis.load import FinishedRun, find_runs, load_run, load_runs
 from kvbench.analysis.power import describe_power, describe_powers
 from kvbench.analysis.significance import adjust, find_needed_contexts
 from kvbench.cli.results import format_output
@@ -454,3 +454,18 @@ def test_a_journal_with_fewer_answers_than_its_result_states_is_refused(tmp_path
     (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:-1]))
     with pytest.raises(UserError, match=f"has {len(lines) - 1} answers about .* its result states {len(lines)} about"):
         load_run(tmp_path)
+
+
+def test_a_damaged_journal_does_not_hide_the_other_runs_of_a_folder(tmp_path, capsys):
+    """It is left out with a warning; a run given by name is refused."""
+    source = next(CURATED.glob("snapkv-niah*"))
+    for name in ("a", "b"):
+        shutil.copytree(source, tmp_path / name)
+    (tmp_path / "b" / "samples.jsonl").touch()
+    assert [x.folder for x in load_runs([str(tmp_path)])] == [tmp_path / "a"]
+    assert f"warning: skipped: run '{tmp_path / 'b'}' has 0 answers" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has 0 answers"):
+        load_runs([str(tmp_path / "a"), str(tmp_path / "b")])
+    (tmp_path / "a" / "samples.jsonl").touch()
+    with pytest.raises(UserError, match=r"no run of .* can be read"):
+        load_runs([str(tmp_path)])

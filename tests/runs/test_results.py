@@ -136,7 +136,7 @@ def test_a_broken_result_is_refused_in_one_line(tmp_path, text):
     with pytest.raises(UserError, match="cannot be read"):
         read_file(path, Result)
     path.write_text(text)
-    with pytest.raises(UserError, match=r"is not a valid result file: [^\n]+\Z"):
+    with pytest.raises(UserError, match=r"is not a valid file of kvbench: [^\n]+\Z"):
         read_file(path, Result)
 
 
