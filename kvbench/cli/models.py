@@ -14,7 +14,6 @@ from kvbench.cli.output import echo, print_json
 from kvbench.errors import unknown
 from kvbench.models.add import add_model, read_cards, remove_model
 from kvbench.models.sources import MB, SOURCES, find_added, find_source
-from kvbench.registry import list_models
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
 
@@ -69,6 +68,7 @@ def list_command(*, as_json: Json = False) -> int:
 def show_command(name: Name, *, as_json: Json = False) -> int:
     """Show the card of an added model, or what adding it would do."""
     from kvbench.analysis.formatting import print_table
+    from kvbench.registry import list_models
 
     cards = read_cards()
     if name in cards:
