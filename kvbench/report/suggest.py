@@ -155,7 +155,7 @@ def label_techniques(results: Sequence[Result]) -> dict[str, str]:
         settings.setdefault(x.method.name, {})[name_technique(x)] = _settings(x)
     return {
         key: " ".join([name, *(
-            f"{field}={value}" for field, value in own.items()
+            f"version {value}" if field == "version" else f"{field}={value}" for field, value in own.items()
             if any(other.get(field) != value for other in several.values())
         )])
         for name, several in settings.items() for key, own in several.items()

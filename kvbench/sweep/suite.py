@@ -57,9 +57,11 @@ class Suite(BaseModel):
             found = [x for x in (_narrow(table, key, value) for table in grid) if x is not None]
             if not found:
                 values = {as_text(x): None for table in grid for x in _listed(dict(flatten(table))[key])}
+                bundled = FOLDER / f"{self.name}.toml"
+                hint = f"copy {bundled} and use --suite path/to/copy.toml" if bundled.exists() else "edit its file"
                 raise UserError(
                     f"suite {self.name} has no run with {key} = {value}, only with {', '.join(values)}. To change it, "
-                    "copy the suite's file and use --suite path/to/file.toml."
+                    f"{hint}."
                 )
             grid = found
         cells = expand(SweepFile(out=str(out), grid=grid))
