@@ -81,16 +81,21 @@ def score(result: Result) -> str:
     return f"{result.score.mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def mark_scores(runs: Sequence[FinishedRun]) -> dict[str, str]:
-    """Mean and interval of every run of a column, by run id: bold where a test does not tell it from the full cache.
+def find_full(runs: Sequence[FinishedRun]) -> FinishedRun:
+    """The run of the full cache, of which there is one."""
+    (full,) = (x for x in runs if x.result.method.name == "full")
+    return full
 
-    Italic where it does not tell it from random eviction; p-values are adjusted over the column.
+
+def mark_scores(runs: Sequence[FinishedRun], full: FinishedRun) -> dict[str, str]:
+    """Mean and interval of every run of a column, by run id: bold if not significantly different from the full cache's.
+
+    Italic if not significantly different from random eviction's; p-values are adjusted over the column.
     """
     marks = {x.result.run_id: "" for x in runs}
-    for name, mark in (("full", "**"), ("random", "*")):
-        (baseline,) = (x for x in runs if x.result.method.name == name)
-        others = [x for x in runs if x is not baseline and x.result.method.name != "full"]
-        for x in compare_runs(baseline, others):
+    (random,) = (x for x in runs if x.result.method.name == "random")
+    for baseline, mark in ((full, "**"), (random, "*")):
+        for x in compare_runs(baseline, [x for x in runs if x not in (baseline, full)]):
             assert not x.too_few, x.run_id
             marks[x.run_id] += mark if x.within_noise else ""
     return {x.result.run_id: f"{marks[x.result.run_id]}{score(x.result)}{marks[x.result.run_id]}" for x in runs}

@@ -34,6 +34,7 @@ from curated import (
     SMOLLM2_TASKS,
     TEXT,
     cell_of,
+    find_full,
     group_cells,
     list_cells,
     mark_scores,
@@ -103,11 +104,10 @@ def real_table(runs: Sequence[FinishedRun], names: Sequence[str] | None = None) 
     """One line per method of a real model, one column per cell that methods share; with names, these in their order."""
     groups = group_cells([x.result for x in runs])
     columns = list_cells(groups)
-    marked = {
-        run: text for cell in columns for run, text in mark_scores([
-            x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)
-        ]).items()
-    }
+    marked: dict[str, str] = {}
+    for cell in columns:
+        column = [x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)]
+        marked |= mark_scores(column, find_full(column))
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
@@ -126,10 +126,9 @@ def condition_table(runs: Sequence[FinishedRun]) -> str:
     takes_budget = {name_method(x.result) for x in runs if x.result.budget.asked}
     for seen, budget in columns:
         same = [x for x in runs if x.result.visibility == seen]
-        full = [x for x in same if x.result.method.name == "full"]
-        column = [x for x in same if x not in full and (x.result.budget.asked or QUARTER) == budget]
-        texts = mark_scores(full + column)
-        for x in column if budget == HALF else full + column:
+        column = [x for x in same if (x.result.budget.asked or QUARTER) == budget]
+        texts = mark_scores(column, find_full(same))
+        for x in column:
             groups.setdefault(name_method(x.result), {})[seen, budget] = texts[x.result.run_id]
     rows = []
     for name in dict.fromkeys(name_method(x.result) for x in runs):
@@ -143,7 +142,7 @@ def power_note(runs: Sequence[FinishedRun]) -> str:
 
     runs: of one task and visibility, each with one question per context.
     """
-    (baseline,) = (x for x in runs if x.result.method.name == "full")
+    baseline = find_full(runs)
     full, wanted = baseline.result, baseline.lines
     assert full.score.mean is not None, full.run_id
     shares = []
@@ -267,7 +266,7 @@ def describe_real(results: Sequence[Result], others: Sequence[Result] = ()) -> s
     return (
         f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, on {first.environment.cpu} "
         f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}"
-        f"The {len(results)} runs took {hours:.0f} hours, each on a core next to other work.\n"
+        f"The {len(results)} runs took {hours:.0f} hours, each on one core that other work shared.\n"
         f"{_name_earlier([*results, *others])}"
     )
 
@@ -284,7 +283,7 @@ def all_tables(results: Sequence[Result]) -> str:
 
 def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
-    smollm2, qwen = map(read_runs, (SMOLLM2, QWEN))
+    smollm2 = read_runs(SMOLLM2)
     mini, tasks, text = map(read_results, (MINI, SMOLLM2_TASKS, TEXT))
     four, one = ([x for x in smollm2 if x.result.task.name == name] for name in (NEEDLES, "niah_single_2"))
     hidden, visible = ([x for x in four if x.result.visibility == seen] for seen in ("hidden", "visible"))
@@ -292,12 +291,12 @@ def make_texts() -> dict[Path, dict[str, str]]:
         README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
-            "source": describe_real([x.result for x in smollm2], text), "methods": real_table(hidden),
+            "source": describe_real(read_results(SMOLLM2), text), "methods": real_table(hidden),
             "conditions": condition_table(four) + power_note(visible), "single": condition_table(one),
             "text": text_table(text) + compare_text(text, [x.result for x in hidden]), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        QWEN_PAGE: {"source": describe_real([x.result for x in qwen]), "methods": real_table(qwen)},
+        QWEN_PAGE: {"source": describe_real(read_results(QWEN)), "methods": real_table(read_runs(QWEN))},
     }
 
 
