@@ -70,17 +70,22 @@ def score_nan(self, kv, step, *_):
     return scores
 
 
-@pytest.mark.parametrize("base", [Knorm, TOVA])
-def test_a_method_with_a_nan_score_is_refused_with_its_layer(base, monkeypatch):
-    """In a session, and by `kvbench check`."""
-    monkeypatch.setattr(base, "score", score_nan)
+def expect_refusal(base, message):
+    """A prompt of 60 tokens, of which 20 are kept, is refused with this message."""
     method, model = base(), tiny_model()
-    message = f"score of {base.card.name} has NaN in layer 1"
     with (
         Session(model, method.fit(Budget("rows", 20), model.shape(60)), capacity=80) as session,
         pytest.raises(UserError, match=message),
     ):
         session.prefill(list(range(60)))
+
+
+@pytest.mark.parametrize("base", [Knorm, TOVA])
+def test_a_method_with_a_nan_score_is_refused_with_its_layer(base, monkeypatch):
+    """In a session, and by `kvbench check`."""
+    monkeypatch.setattr(base, "score", score_nan)
+    message = f"score of {base.card.name} has NaN in layer 1"
+    expect_refusal(base, message)
     assert any(message in x.detail for x in check(base) if not x.passed)
 
 
@@ -93,13 +98,8 @@ def test_a_method_with_a_nan_score_is_refused_with_its_layer(base, monkeypatch):
 def test_a_score_must_have_a_number_for_each_entry_of_each_head(base, score, found, monkeypatch):
     """The scores of one head would decide for all heads unnoticed."""
     monkeypatch.setattr(base, "score", score)
-    method, model = base(), tiny_model()
     message = f"score of {base.card.name} gives {found} in layer 0, not a tensor .* of \\[1, 2, 60\\]"
-    with (
-        Session(model, method.fit(Budget("rows", 20), model.shape(60)), capacity=80) as session,
-        pytest.raises(UserError, match=message),
-    ):
-        session.prefill(list(range(60)))
+    expect_refusal(base, message)
 
 
 def test_a_score_that_becomes_nan_in_a_decode_step_is_refused(monkeypatch):
