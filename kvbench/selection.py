@@ -51,7 +51,7 @@ class ScoredMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n:
             return
-        scores = hide_unseen(refuse_shape(self.score(kv, step), kv, step, self.card.name), kv, step.window)
+        scores = check_scores(self.score(kv, step), kv, step, self.card.name)
         refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if not step.moment.in_context:  # a later turn: the context may have been shorter than the budget
             entries = max(entries, int((scores == torch.inf).sum(-1).max()))  # protected entries stay
@@ -104,7 +104,7 @@ class RollingMethod(Method):
         entries = self.entries_in(step.layer, step.window)
         if entries is None or entries >= kv.n or not step.moment.is_last:
             return
-        scores = hide_unseen(refuse_shape(self.score(kv, step, entries), kv, step, self.card.name), kv, step.window)
+        scores = check_scores(self.score(kv, step, entries), kv, step, self.card.name)
         if step.moment is not Moment.DECODE or not scores.is_cuda:
             refuse_nan(scores, f"score of {self.card.name} has NaN in layer {step.layer}")
         if step.moment.in_context:
@@ -152,8 +152,8 @@ def refuse_nan(scores: Tensor, what: str = "the scores have NaN") -> None:
         raise UserError(f"{what}, so that no choice follows from it. Correct the score; infinities are allowed.")
 
 
-def refuse_shape(scores: Tensor, kv: LayerKV, step: Step, name: str) -> Tensor:
-    """The scores of the method `name`, refused where they are not one number per entry and KV head (`UserError`).
+def check_scores(scores: Tensor, kv: LayerKV, step: Step, name: str) -> Tensor:
+    """The scores of the method `name` after `hide_unseen`; `UserError` if they are not one per entry and KV head.
 
     Scores of one head would be broadcast, and a method would keep the same entries in all heads unnoticed.
     """
@@ -164,7 +164,7 @@ def refuse_shape(scores: Tensor, kv: LayerKV, step: Step, name: str) -> Tensor:
             f"score of {name} gives {found} in layer {step.layer}, not a tensor [B, H_kv, n] of {wanted}. Give one "
             "number for each entry of each KV head."
         )
-    return scores
+    return hide_unseen(scores, kv, step.window)
 
 
 def top_entries(scores: Tensor, entries: int) -> Tensor:

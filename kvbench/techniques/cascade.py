@@ -16,7 +16,7 @@ import torch
 
 from kvbench.errors import UserError
 from kvbench.method import Budget, Shape, resolved
-from kvbench.selection import ScoredMethod, best_by_head, hide_unseen, keep_best, top_entries
+from kvbench.selection import ScoredMethod, best_by_head, check_scores, keep_best, top_entries
 from kvbench.store.layer import SCORE_BYTES
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SharedBudgetMethod(ScoredMethod):
             super().evict(kv, step)
         elif step.moment.compresses and self.rows is not None and self.rows < kv.n:
             kv.refuse_frozen()
-            kv.state["score"] = hide_unseen(self.score(kv, step), kv, step.window)
+            kv.state["score"] = check_scores(self.score(kv, step), kv, step, self.card.name)
 
     def scored(self, layers: Sequence[LayerKV], step: Step) -> list[LayerKV]:
         """The layers so far that share the budget; empty where this one does not."""
