@@ -46,8 +46,11 @@ CHUNK = 256
 """Positions whose logits are compared in float64 at once."""
 FIRST_PART = 64
 """Tokens of the first part of `Agreement.by_distance`."""
-CACHED_BYTES = 256 * 2**20
-"""Most bytes of cached logits per model, on the CPU; the least recently used are dropped first."""
+CACHED_BYTES = 2**30
+"""Most bytes of cached logits per model, on the CPU; the least recently used are dropped first.
+
+Should hold those of a batch: the runs of a sweep ask for them in the same order, and each would be dropped just before.
+"""
 _cached: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, list[Tensor]]] = WeakKeyDictionary()
 
 

@@ -27,6 +27,7 @@ from kvbench.step import Moment
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
+    from kvbench.method import Method
     from kvbench.runs.spec import RunSpec
     from kvbench.step import Step
 
@@ -64,34 +65,33 @@ class SharedPrefill:
         self._limit: int | None = None
         self._warned = False
         self._hidden = False
-        """Whether recordings hold hidden states, as they do once a method of a run reads them."""
+        """Whether recordings hold hidden states."""
 
-    def keep(self, contexts: int, model: Model, tokens: int, *, hidden: bool) -> int:
-        """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many.
+    def expect(self, method: Method) -> None:
+        """Note a method that will take recordings: from now on they hold hidden states if it reads them.
 
-        hidden: with hidden states.
+        Call it for every method before the first `keep`, which otherwise counts on smaller recordings.
         """
-        self._hidden |= hidden
+        self._hidden |= method.reads_hidden
+
+    def keep(self, contexts: int, model: Model, tokens: int) -> int:
+        """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many."""
         left = self._room(model) - self._predict(model, tokens, outputs=True)  # that of the first context
         contexts = max(1, min(contexts, 1 + left // self._predict(model, tokens, outputs=False)))
         self._kept = max(self._kept, contexts)
         return contexts
 
-    def take(
-        self, model: Model, context: Sequence[int], spec: RunSpec, *, hidden: bool
-    ) -> tuple[Recording | None, bool]:
+    def take(self, model: Model, context: Sequence[int], spec: RunSpec) -> tuple[Recording | None, bool]:
         """The recording of a context, and whether the run must compare its attention with it.
 
-        None: the run's method cannot use one, or it would take too much memory. hidden: the method reads hidden states;
-        all later recordings have them, too.
+        None: the run's method cannot use one, or it would take too much memory.
         """
-        self._hidden |= hidden
         if spec.run_id in self._alone:
             return None, False
         key = (id(model.module), tuple(context), spec.chunk, spec.kernels)
         proves = spec.run_id not in self._proven and self._first.setdefault(spec.run_id, key) == key
         recording, need = self._held.pop(key, (None, 0))
-        if recording is None or (proves and not recording.passes[0].outputs) or (hidden and not recording.hidden):
+        if recording is None or (proves and not recording.passes[0].outputs):
             need = self._predict(model, len(context), outputs=proves)
             recording = self._record(model, context, spec, need, outputs=proves)
             if recording is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, zip_longest
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -37,6 +37,9 @@ MOST_AUTO = 64
 SHARE_OF_MEMORY = 0.5
 """The share of the memory left by the weights that the predicted caches of a batch may take."""
 GB = 1e9
+EVERY = 20.0
+"""Seconds between lines on the prefills of a batch."""
+T = TypeVar("T")
 Made = tuple[int, Example, Encoded]
 
 
@@ -56,14 +59,12 @@ def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
     return max(1, batch // questions), questions
 
 
-def group_samples(samples: Iterable[Made], job: Job, shared: SharedPrefill | None) -> Iterator[list[Made]]:
-    """The samples that run together; with shared prefills as many as are in memory at the same time."""
+def count_contexts(job: Job, shared: SharedPrefill | None) -> int:
+    """How many samples run together; with shared prefills as many as are in memory at the same time."""
     contexts = divide_batch(job.spec.batch, job.spec)[0]
     if contexts > 1 and shared is not None:
-        contexts = shared.keep(contexts, job.model, job.spec.task.length, hidden=job.method.reads_hidden)
-    samples = iter(samples)
-    while group := list(islice(samples, contexts)):
-        yield group
+        return shared.keep(contexts, job.model, job.spec.task.length)
+    return contexts
 
 
 def run_batch(
@@ -103,7 +104,8 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
     questions = divide_batch(job.spec.batch, job.spec)[1]
     try:
         with attached(job.model.module):  # until the last session is closed, in whatever order
-            return finish(merge((converse(job, *x, shared, width=questions) for x in group), len(group)))
+            parts = (converse(job, *x, shared, width=questions) for x in group)
+            return finish(merge(_say_prefills(parts, len(group)), len(group)))
     except InexactPrefillError as error:
         assert shared is not None
         shared.refuse(job.spec, str(error))
@@ -116,6 +118,16 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
         shared.retract(job.spec)
     gc.collect()
     return None
+
+
+def _say_prefills(parts: Iterator[T], count: int) -> Iterator[T]:
+    """The same parts; now and then a line says how many have been run, since no sample is finished before all are."""
+    said = time.monotonic()
+    for number, part in enumerate(parts):
+        if number and time.monotonic() - said >= EVERY:
+            said = time.monotonic()
+            say(f"prefilled {number} of {count} contexts")
+        yield part
 
 
 def run_one(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import InterruptionError, UserError
 from kvbench.kernels.choice import using
 from kvbench.log import say
-from kvbench.runs.batch import group_samples, run_batch, run_one
+from kvbench.runs.batch import count_contexts, run_batch, run_one
 from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import Journal, locked, read_file, saving, write_record
@@ -150,9 +151,13 @@ def _run_missing(
     failures: Counter[str] = Counter()
     if progress is not None:
         progress.advance(len(journal.finished))
+    if shared is not None:
+        shared.expect(job.method)
+    samples = make_examples(job, missing)
     try:
-        for group in group_samples(make_examples(job, missing), job, shared):
-            yield group[0][0]
+        for first in samples:
+            yield first[0]  # the other runs have said by now what their methods take from a shared prefill
+            group = [first, *islice(samples, count_contexts(job, shared) - 1)]
             with using(job.spec.kernels) as ran:
                 if job.spec.batch > 1:
                     done = run_batch(job, group, shared, compare=compares)

@@ -101,7 +101,7 @@ def converse(
         )
     recording, proves = None, False
     if shared is not None and reuse is None:
-        recording, proves = shared.take(model, encoded.context + visible, spec, hidden=method.reads_hidden)
+        recording, proves = shared.take(model, encoded.context + visible, spec)
     with Session(
         model, method, capacity=capacity, chunk=spec.chunk, recompress=spec.recompress, recording=recording,
         compare=proves, reuse=reuse,

@@ -220,6 +220,14 @@ def test_an_answer_that_fails_alone_is_not_compared(model_folder, tmp_path, monk
     assert "sample 0 alone failed, so the batch is not compared with it: MemoryError" in capsys.readouterr().err
 
 
+def test_a_batch_says_how_many_contexts_it_has_prefilled(model_folder, tmp_path, monkeypatch, capsys):
+    """No sample is finished before all of its batch are: there are lines until then, here after each context."""
+    monkeypatch.setattr(batching, "EVERY", 0.0)
+    make_lines(make_request(model_folder, tmp_path, batch="3"))
+    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("prefilled")]
+    assert said == ["prefilled 1 of 3 contexts", "prefilled 2 of 3 contexts"]
+
+
 def test_a_batch_counts_the_questions_that_a_context_has(model_folder, tmp_path):
     """A record of a data set may have fewer than were asked for: here two and three in turn."""
     task = tmp_path / "few.py"

@@ -181,6 +181,18 @@ def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path, monkey
         assert tokens == [(x.ids, x.score, x.bytes, x.effect) for x in alone[name][1]]
 
 
+def test_a_later_method_that_reads_hidden_states_costs_no_second_pass(model_folder, tmp_path, monkeypatch):
+    """Batches are as small for the methods before it: each context is run once, where two fit without these states."""
+    options = {"mode": "multi-request", "turns": 3, "batch": "6"}
+    cells = make_cells(["h2o", "snapkv", "kvzip-plus"], tmp_path, model_folder, **options)
+    made, record_really = [], sharing.record
+    monkeypatch.setattr(sharing, "record", lambda *x, **y: made.append(x[1]) or record_really(*x, **y))
+    monkeypatch.setattr(sharing.SharedPrefill, "_room", lambda _, model: 2 * predict_bytes(model, 220, outputs=True))
+    reports = list(run_group(cells, ModelCache(), lambda *_: None))
+    assert [(x.status, x.result.batch.size) for x in reports] == [("ok", 3)] * 3
+    assert len(made) == 2
+
+
 def test_memory_that_a_batch_takes_frees_no_recording(model_folder, tmp_path, monkeypatch):
     """Each context is run once, though less memory is free after the first recording."""
     made, record_really = [], sharing.record
