@@ -108,13 +108,18 @@ def _expand(text: str, out: Path) -> list[Path]:
 
 
 def load_runs(texts: Sequence[str], out: Path = RUNS) -> list[FinishedRun]:
-    """The runs of `find_runs`. A damaged one is left out with a warning where the folder that it lies in was given.
+    """The runs of `find_runs`, as `load_found`."""
+    return load_found(find_runs(texts, out), texts)
+
+
+def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRun]:
+    """Runs that `find_runs` found for texts. A damaged one is left out with a warning if a folder around it was given.
 
     Raises:
-        UserError: as `find_runs`, or a run is damaged that was given itself, or all are.
+        UserError: a run is damaged that was given itself, or all are.
     """
     found = []
-    for folder in find_runs(texts, out):
+    for folder in folders:
         try:
             found.append(load_run(folder))
         except UserError as error:

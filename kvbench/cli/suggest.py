@@ -55,17 +55,17 @@ def suggest_command(
             "with --results."
         )
     say("reading runs ...")
-    from kvbench.analysis.load import find_runs, load_run
+    from kvbench.analysis.load import find_runs, load_found
     from kvbench.report.suggest import Guide, group_protocols
     from kvbench.runs.files import read_file
     from kvbench.runs.results import Result
 
-    folders = find_runs([str(x) for x in places])
-    found = [(x, read_file(x / "result.json", Result)) for x in folders]
+    texts = [str(x) for x in places]
+    found = [(x, read_file(x / "result.json", Result)) for x in find_runs(texts)]
     question = _read_question(
         model, mode, {"stored": memory, "read": read, "computed": computed}, task, visibility, [x for _, x in found]
     )
-    runs = [load_run(folder) for folder, result in found if question.fits(result)]
+    runs = load_found([folder for folder, result in found if question.fits(result)], texts)
     answer = Guide(group_protocols(runs)).answer(question)
     _print_answer(answer)
     if as_json:

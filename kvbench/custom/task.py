@@ -61,7 +61,10 @@ class CustomTask(Task):
         if turns <= few:
             return
         if few == many:
-            raise UserError(f"records of {self.name} have {few} turns each, not {turns}. Use --turns {few} or fewer.")
+            raise UserError(
+                f"records of {self.name} have {few} turn{'s' if few > 1 else ''} each, not {turns}. Use --turns "
+                f"{few}{' or fewer' if few > 1 else ''}."
+            )
         raise UserError(
             f"records of {self.name} have unequal numbers of turns: '{least.id}' has {few}, '{most.id}' {many}. "
             f"A run asks {turns} questions about every context: use --turns {few} or fewer, or leave short records out."

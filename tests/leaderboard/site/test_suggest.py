@@ -291,6 +291,18 @@ def test_questions_without_a_run_are_refused(full, kvbench, options, message):
     assert message in answer.err
 
 
+def test_a_damaged_journal_does_not_hide_the_other_runs(full, kvbench):
+    """It is left out with a warning."""
+    full.add("a", "good")
+    full.add("b", "good")
+    (full.folder / "b" / "samples.jsonl").write_text("")
+    given = ("--model", "mini", "--memory", "25%", "--mode", "multi-turn", "--results", full.folder)
+    answer = kvbench("suggest", *given, "--json")
+    assert answer.code == 0
+    assert f"warning: skipped: run '{full.folder / 'b'}' has 0 answers" in answer.err
+    assert [len(x["runs"]) for x in answer.json["techniques"]] == [1]
+
+
 def test_a_model_has_the_name_under_which_it_was_installed(full, kvbench):
     """Its results have the longer name of its file."""
     for x in full.folder.glob("*/*.json"):
