@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import string
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from kvbench.runs.files import read_lines
 from kvbench.task import Split, encode
 from kvbench.tasks.prose import sentences
 
-MINI = Path(__file__).parents[2] / "kvbench" / "models" / "mini"
+ROOT = Path(__file__).parents[2]
+MINI, DOCS = ROOT / "kvbench" / "models" / "mini", ROOT / "docs"
 
 GENERATED = """\
 task: needles
@@ -326,6 +328,21 @@ def examples(task, tokenizer, **changes):
 @pytest.fixture(scope="module")
 def mini_tokenizer():
     return AutoTokenizer.from_pretrained(MINI)
+
+
+def test_the_task_file_of_the_page_works(tmp_path, monkeypatch, mini_tokenizer):
+    """docs/lm_eval.md, with one document."""
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "lm_eval.md").read_text(), re.DOTALL)
+    data, cache = "{data_files: {test: my_tasks/test.jsonl}", f", cache_dir: {tmp_path}"
+    assert data in shown
+    (tmp_path / "my_tasks").mkdir()
+    (tmp_path / "my_tasks" / "my_task.yaml").write_text(shown.replace(data, data + cache))
+    line = {"text": "The door is red.", "question": "What color is the door?", "answer": "red"}
+    (tmp_path / "my_tasks" / "test.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.chdir(tmp_path)
+    (made,) = examples(find_task("lm-eval:my_tasks/my_task.yaml")(), mini_tokenizer, n=1)
+    assert made.context == "The door is red.\nQuestion: What color is the door?\nAnswer:"
+    assert (made.turns[0].answer, made.turns[0].max_new_tokens) == (" red", 32)
 
 
 def test_choices_are_lm_evals_own(folder, docs, mini_tokenizer):
