@@ -74,6 +74,10 @@ class SharedPrefill:
         """
         self._hidden |= method.reads_hidden
 
+    def fits(self, model: Model, tokens: int) -> bool:
+        """Whether a context can be recorded: a run that does not compare its attention first takes no other."""
+        return self._predict(model, tokens, outputs=True) <= self._room(model)
+
     def keep(self, contexts: int, model: Model, tokens: int) -> int:
         """From now on keep the recordings of so many contexts, or of as many as fit into memory. Returns how many."""
         left = self._room(model) - self._predict(model, tokens, outputs=True)  # that of the first context

@@ -22,7 +22,7 @@ from kvbench.machine import ram_bytes
 from kvbench.runs.journal import BatchLine, Line
 from kvbench.runs.lines import SampleFailedError, stop_if_lost
 from kvbench.runs.sample import converse, run_sample
-from kvbench.task import Encoded, Example, Mode
+from kvbench.task import Encoded, Example, Mode, prompt_tokens
 
 if TYPE_CHECKING:
     from kvbench.budget import Shape
@@ -59,10 +59,14 @@ def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
     return max(1, batch // questions), questions
 
 
-def count_contexts(job: Job, shared: SharedPrefill | None) -> int:
-    """How many samples run together; with shared prefills as many as are in memory at the same time."""
+def count_contexts(job: Job, shared: SharedPrefill | None, first: Encoded) -> int:
+    """How many samples run together; with shared prefills as many as are in memory at the same time.
+
+    first: of these samples. If it is too long to be shared, there is no recording for which to run fewer.
+    """
     contexts = divide_batch(job.spec.batch, job.spec)[0]
-    if contexts > 1 and shared is not None:
+    tokens = len(first.context) if job.spec.visibility == "hidden" else prompt_tokens(first)
+    if contexts > 1 and shared is not None and shared.fits(job.model, tokens):
         return shared.keep(contexts, job.model, job.spec.task.length)
     return contexts
 

@@ -157,7 +157,7 @@ def _run_missing(
     try:
         for first in samples:
             yield first[0]  # the other runs have said by now what their methods take from a shared prefill
-            group = [first, *islice(samples, count_contexts(job, shared) - 1)]
+            group = [first, *islice(samples, count_contexts(job, shared, first[2]) - 1)]
             with using(job.spec.kernels) as ran:
                 if job.spec.batch > 1:
                     done = run_batch(job, group, shared, compare=compares)

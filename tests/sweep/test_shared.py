@@ -317,6 +317,14 @@ def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path
     assert capsys.readouterr().err.count("every method runs it alone") == 1
 
 
+def test_contexts_that_are_not_shared_are_still_decoded_together(model_folder, tmp_path, monkeypatch):
+    """Where no recording fits into memory, there is none for which a batch would have to be smaller."""
+    monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
+    cells = make_cells(["knorm", "snapkv"], tmp_path, model_folder, batch="2")
+    reports = list(run_group(cells, ModelCache(), lambda *_: None))
+    assert [x.result.batch.size for x in reports] == [2, 2]
+
+
 def test_predicted_bytes_are_those_of_the_recording():
     """With and without attention outputs and hidden states."""
     model = tiny_model(query_heads=4, kv_heads=2)
