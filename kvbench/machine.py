@@ -107,11 +107,12 @@ def ram_bytes() -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes of free memory on a device, `cpu` or `cuda`."""
+    """Bytes of free memory on a device, `cpu` or `cuda`; there with the blocks that torch holds and does not use."""
     if device == "cuda":
         import torch
 
-        return int(torch.cuda.mem_get_info()[0])
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + unused
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvbench.budget import BudgetKind
 from kvbench.engine import shared as sharing
@@ -203,6 +205,18 @@ def test_memory_that_a_batch_takes_frees_no_recording(model_folder, tmp_path, mo
     cells = make_cells(["h2o", "snapkv"], tmp_path, model_folder, **options)
     assert [x.status for x in run_group(cells, ModelCache(), lambda *_: None)] == ["ok"] * 2
     assert len(made) == 2
+
+
+def test_a_later_group_has_as_much_room_on_a_gpu(monkeypatch):
+    """torch keeps the blocks of the first group's recordings and caches, and gives them to those of the next."""
+    total, weights = 80 * 10**9, 16 * 10**9
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: weights)
+    rooms = []
+    for reserved in (weights, weights + 50 * 10**9):
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda x=reserved: x)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda x=reserved: (total - x, total))
+        rooms.append(sharing.SharedPrefill()._room(SimpleNamespace(device=torch.device("cuda"))))
+    assert rooms == [int(sharing.SHARE_OF_MEMORY * (total - weights))] * 2
 
 
 @pytest.mark.parametrize(("methods", "mode", "chunk"), [
