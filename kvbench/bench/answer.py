@@ -39,9 +39,14 @@ class AnswerTimes:
         for name, value in seconds.items():
             self.seconds.setdefault(name, []).append(value)
 
-    def forget(self) -> None:
-        """Drop the rounds so far, which were warm-up."""
-        self.seconds = {}
+    @property
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return min(map(len, self.seconds.values()), default=0)
+
+    def keep(self, rounds: int) -> None:
+        """Drop all rounds but the first ones: the warm-up, or those that other methods lack."""
+        self.seconds = {name: x[:rounds] for name, x in self.seconds.items()} if rounds else {}
 
 
 def time_answers(
@@ -72,7 +77,10 @@ def time_answers(
                 if failure.device_lost:
                     break
             elif number == 0:
-                answers.forget()
+                answers.keep(0)
+    timed = [x for x in found.values() if isinstance(x, AnswerTimes)]
+    for answers in timed:  # a lost device may have ended the last round before some of them
+        answers.keep(min(x.rounds for x in timed))
     return {
         name: Failure("skipped", OUT_OF_TIME) if isinstance(x, AnswerTimes) and not x.seconds else x
         for name, x in found.items()

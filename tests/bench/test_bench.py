@@ -913,6 +913,23 @@ def test_end_to_end_rounds_follow_one_warm_up_round(few):
         )
 
 
+@pytest.mark.parametrize(("calls", "rounds"), [(5, 0), (8, 1)])
+def test_a_device_that_is_lost_within_a_round_leaves_whole_rounds(few, monkeypatch, calls, rounds):
+    """The methods before it in the round have one time more, which there is nothing to compare with."""
+    made = itertools.count(1)
+
+    def attempt_until_lost(make):
+        return Failure("failed", "illegal address", device_lost=True) if next(made) == calls else attempt(make)
+
+    monkeypatch.setattr("kvbench.bench.answer.attempt", attempt_until_lost)
+    job = SimpleNamespace(setting=setting(), kernels="torch", rounds={"end-to-end": 3}, late=False)
+    methods = {name: fitted(name) for name in ("full", "full-int8", "snapkv")}
+    found = time_answers(job, methods, LENGTH, dict.fromkeys(methods, 1))
+    lost = [name for name, x in found.items() if isinstance(x, Failure) and x.device_lost]
+    left = [0 if isinstance(x, Failure) else len(x.seconds["answer"]) for name, x in found.items() if name not in lost]
+    assert (len(lost), left) == (1, [rounds, rounds])
+
+
 def test_no_cell_is_started_after_the_deadline(bench, monkeypatch):
     """The rest are `skipped` at every timing level, which is no failure. Here time is up after the first cell."""
     times = itertools.chain([0.0] * 3, itertools.repeat(math.inf))  # two anchors and a cell
