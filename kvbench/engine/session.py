@@ -111,7 +111,9 @@ class Session(Stores):
         chunks = ids.split(self.chunk or ids.shape[1], dim=1)
         self.logits = self.method.prefill(self, chunks)
         self._recording = None
+        started = now(self.model.device)
         self.method.end_of_context(self)
+        self.compress_seconds += now(self.model.device) - started
         self.ledger.note_context(self.method, self.shape, self.batch, exact=self.exact)
         return self.logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import dataclass
 
@@ -199,6 +200,17 @@ def test_positions_count_tokens_after_eviction(method):
         session.prefill(CONTEXT)
         session.ask(FIRST, 4, stop=NO_STOP)
     assert seen[-1].tolist() == [[len(CONTEXT + FIRST) + 2]]
+
+
+def test_decisions_at_the_end_of_the_context_are_compression():
+    """Their time is a part of the prefill, and of its part that entries are selected and moved in."""
+    class Deciding(Full):
+        def end_of_context(self, session):
+            time.sleep(0.05)
+
+    with Session(tiny_model(), Deciding(), capacity=60) as session:
+        session.prefill(CONTEXT)
+        assert session.compress_seconds >= 0.05
 
 
 def test_recompression_chooses_with_the_question():
