@@ -164,12 +164,12 @@ def _prepare(request: BenchRequest) -> BenchJob:
         )
     model = load_model(request.model, device, request.dtype)
     check_kernels_dtype(request.kernels, model.device.type, model.dtype)
-    check_positions(request, model)
     rounds = {timing: request.rounds or ROUNDS[timing] for timing in timings}
+    later = max(-(-STEPS // x) * x for x in rounds.values()) + MARGIN
+    check_positions(request, model, later)
     return BenchJob(
         setting=Setting(
-            model=model, state=cast("State", request.state), chunk=request.chunk,
-            later=max(-(-STEPS // x) * x for x in rounds.values()) + MARGIN,
+            model=model, state=cast("State", request.state), chunk=request.chunk, later=later,
         ),
         outline=outline, methods=made,
         anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
@@ -211,18 +211,18 @@ def _check(request: BenchRequest) -> list[Timing]:
     return [cast("Timing", x) for x in dict.fromkeys(request.timings)]
 
 
-def check_positions(request: BenchRequest, model: Model) -> None:
-    """Check that the model can compute at the positions of a request.
+def check_positions(request: BenchRequest, model: Model, later: int) -> None:
+    """Check that the model can compute at the positions of a request. later: tokens after the longest context.
 
     Lengths beyond the model's training length are allowed if its positions are rotations, since only time is measured.
 
     Raises:
         UserError: the model cannot compute there.
     """
-    longest = max(request.lengths) + STEPS + MARGIN
+    longest = max(request.lengths) + later
     anywhere = bool(model.ropes) and all(x.trusted and x.movable for x in model.ropes)
     if longest > model.max_length and not anywhere:
         raise UserError(
-            f"length {max(request.lengths)} and {STEPS} more tokens are beyond the {model.max_length} positions that "
+            f"length {max(request.lengths)} and {later} more tokens are beyond the {model.max_length} positions that "
             f"{model.id} can compute. Use a smaller --length."
         )

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvbench.bench import decode, grid, timing
 from kvbench.bench.answer import time_answers
@@ -28,6 +29,7 @@ from kvbench.bench.run import BenchRequest, check_positions, run_bench
 from kvbench.bench.state import Setting, open_context
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
 from kvbench.errors import UndeclaredError, UserError
+from kvbench.hf import Model
 from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels import choice
@@ -875,8 +877,18 @@ def test_positions_that_a_model_cannot_compute_are_refused(few):
     request = BenchRequest(methods=("full",), lengths=(100,))
     learned = SimpleNamespace(ropes=(NO_ROPE, replace(NO_ROPE, movable=False)), max_length=100, id="opt")
     with pytest.raises(UserError, match="length 100 and 4 more tokens are beyond the 100 positions"):
-        check_positions(request, learned)
-    check_positions(request, SimpleNamespace(ropes=(NO_ROPE,), max_length=100, id="llama"))
+        check_positions(request, learned, 4)
+    check_positions(request, SimpleNamespace(ropes=(NO_ROPE,), max_length=100, id="llama"), 4)
+
+
+def test_positions_of_many_rounds_are_checked(few, monkeypatch, tmp_path):
+    """Every round has at least one step: 110 need more positions than the steps of one, which fit."""
+    config = GPT2Config(vocab_size=64, n_positions=128, n_embd=32, n_layer=2, n_head=2)
+    monkeypatch.setattr("kvbench.bench.run.load_model", lambda *_: Model.from_module(GPT2LMHeadModel(config)))
+    asked = BenchRequest(methods=("full",), model="random:two-layers", lengths=(32,), timings=("step",), rounds=1)
+    assert {x.outcome for x in run_bench(asked).cells} == {"ok"}
+    with pytest.raises(UserError, match="more tokens are beyond the 128 positions"):
+        run_bench(replace(asked, rounds=110))
 
 
 def test_a_diffusion_model_is_timed_by_whole_answers(kvbench, few):
