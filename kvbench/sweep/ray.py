@@ -117,7 +117,11 @@ def run_ray(
         ended, _ = ray.wait(list(running), timeout=LISTEN)
         _pass_on(queue, cells, progress)
         for reference in ended:
-            for report in _collect(reference, running.pop(reference)):
+            group = running.pop(reference)
+            reports = _collect(reference, group)
+            if reports is None:
+                waiting[:0] = [[x] for x in group]  # alone, so that a cell that kills its process fails alone
+            for report in reports or ():
                 progress.finish(report)
     _pass_on(queue, cells, progress)
     unseen = [x for x in progress.reports.values() if x.folder is not None and not x.folder.exists()]
@@ -172,13 +176,17 @@ def _find_memory() -> int:
     return int(min(ray.get(ask)))
 
 
-def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport]:
+def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport] | None:
+    """The reports of a task that has ended; None: it was lost, and its cells may still run alone."""
     ray = load_ray()
     try:
         reports: list[CellReport] = ray.get(reference)
     except ray.exceptions.RayError as error:
-        reason = f"lost {RETRIES + 1} times: {describe(error)}. Finished samples are saved."
-        return [CellReport(cell, "failed", reason) for cell in group]
+        reason = f"lost {RETRIES + 1} times: {describe(error)}"
+        if len(group) > 1:
+            say(f"{len(group)} cells that shared prefills were {reason}. Each is run alone.")
+            return None
+        return [CellReport(cell, "failed", f"{reason}. Finished samples are saved.") for cell in group]
     return reports
 
 

@@ -12,8 +12,9 @@ from kvbench.errors import UserError
 from kvbench.hf import predict_memory
 from kvbench.runs.options import Request
 from kvbench.sweep import ray as executor
-from kvbench.sweep.cell import SweepCell
+from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.gpu import check_beside, choose_workers, count_beside, gives_times, predict_group
+from kvbench.sweep.progress import SweepProgress
 
 GB = 1_000_000_000
 MODEL = "random:llama-3.1-8b"
@@ -129,6 +130,32 @@ def test_ray_gets_fractions_that_fill_a_gpu(asked):
     executor._task([make_cell(None)], 10_000 * GB)
     executor._task([make_cell(device="cpu")], 0)
     assert [x["num_gpus"] for x in asked[1:]] == [1, 0]
+
+
+def test_a_cell_that_kills_its_process_fails_alone_on_ray(monkeypatch, capsys):
+    """The cells that shared its task are run again, each in a task of its own."""
+    first, killer, last = cells = [make_cell(device="cpu") for _ in range(3)]
+
+    def get(numbers):
+        if killer.index in numbers:
+            raise OSError("out of memory")
+        return [CellReport(x, "ok") for x in cells if x.index in numbers]
+
+    lost = SimpleNamespace(RayError=OSError)
+    fake = SimpleNamespace(get=get, wait=lambda tasks, timeout: (tasks, []), exceptions=lost)
+    monkeypatch.setattr(executor, "load_ray", lambda: fake)
+    task = SimpleNamespace(remote=lambda group, *_: tuple(x.index for x in group))
+    monkeypatch.setattr(executor, "_task", lambda *_: task)
+    monkeypatch.setattr(executor, "_make_queue", lambda: None)
+    monkeypatch.setattr(executor, "_pass_on", lambda *_: None)
+    progress = SweepProgress(cells, lambda _: None)
+    executor.run_ray(cells, None, progress, share=True)
+    assert {x.index: progress.reports[x.index].status for x in cells} == {
+        first.index: "ok", killer.index: "failed", last.index: "ok"
+    }
+    assert "3 cells that shared prefills were lost 4 times: OSError: out of memory. Each is run alone." in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
