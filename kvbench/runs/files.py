@@ -225,7 +225,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run's folder against other processes.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be created.
+        UserError: another process holds the lock, or the folder cannot be created or locked.
     """
     with saving(folder):
         try:
@@ -240,4 +240,9 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is working on {folder}. Wait for it, or give another --out.") from None
+        except OSError as error:  # of a file system without locks
+            raise UserError(
+                f"folder {folder} cannot be locked against other processes: {_reason(error)}. Give an --out on another "
+                "file system."
+            ) from error
         yield

@@ -355,6 +355,18 @@ def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypa
     assert not (only_run(tmp_path) / "samples.jsonl").exists()
 
 
+def test_a_file_system_without_locks_is_named(kvbench, arguments, monkeypatch):
+    """In one line, as some file systems of clusters are mounted."""
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("kvbench.runs.files.fcntl.flock", flock)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert "cannot be locked against other processes: Function not implemented." in answer.err
+    assert "Traceback" not in answer.err
+
+
 def change_code(path: Path, **versions: str) -> None:
     """Rewrite the spec in a file of a run as if another harness and these packages had computed it."""
     document = json.loads(path.read_text())
