@@ -158,7 +158,7 @@ def group_cells(cells: Sequence[SweepCell], workers: int, *, share: bool) -> lis
 
 
 def run_group(
-    cells: Sequence[SweepCell], cache: ModelCache, advance: Callable[[SweepCell, int], None]
+    cells: Sequence[SweepCell], cache: ModelCache, advance: Callable[[SweepCell, int], None], *, share: bool = False
 ) -> Iterator[CellReport]:
     """Run the missing samples of cells and yield their reports; every exception but Ctrl-C becomes a failed report.
 
@@ -169,13 +169,14 @@ def run_group(
         cells: the cells, of one model.
         cache: holds the last loaded model.
         advance: called with a cell and the number of its finished samples after each sample.
+        share: whether a single cell takes such prefills, too, and so has no times.
 
     Raises:
         InterruptionError: Ctrl-C.
         DeviceLostError: the GPU has become unusable by this process.
     """
     shared = None
-    if len(cells) > 1:
+    if share or len(cells) > 1:
         from kvbench.engine.shared import SharedPrefill
 
         shared = SharedPrefill()

@@ -85,6 +85,8 @@ class WorkerPool:
         self.waiting, self.size, self.progress = list(groups), size, progress
         self.workers: list[WorkerProcess] = []
         self.losses: Counter[int] = Counter()
+        self.shared: set[int] = set()
+        """Cells that shared prefills with others: they give no times alone either, since others may use their GPU."""
         self.gpus = _find_gpus() if any(x.request.device == "cuda" for group in groups for x in group) else []
 
     def run(self) -> None:
@@ -121,8 +123,10 @@ class WorkerPool:
             group = next((x for x in self.waiting if x[0].model_key == worker.model_key), self.waiting[0])
             self.waiting.remove(group)
             worker.cells, worker.model_key = list(group), group[0].model_key
+            if len(group) > 1:
+                self.shared.update(x.index for x in group)
             try:
-                worker.connection.send(group)
+                worker.connection.send((group, group[0].index in self.shared))
             except OSError:
                 self._remove(worker)
 
@@ -216,7 +220,8 @@ def _work(connection: Connection) -> None:
     with redirect_stderr(LineWriter(connection.send)):
         while True:
             try:
-                for report in run_group(connection.recv(), cache, lambda *done: connection.send(done)):
+                group, share = connection.recv()
+                for report in run_group(group, cache, lambda *done: connection.send(done), share=share):
                     connection.send(report)
             except (EOFError, OSError):
                 return

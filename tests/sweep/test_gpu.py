@@ -14,6 +14,7 @@ from kvbench.runs.options import Request
 from kvbench.sweep import ray as executor
 from kvbench.sweep.cell import CellReport, SweepCell
 from kvbench.sweep.gpu import check_beside, choose_workers, count_beside, gives_times, predict_group
+from kvbench.sweep.local import WorkerPool, WorkerProcess
 from kvbench.sweep.progress import SweepProgress
 
 GB = 1_000_000_000
@@ -106,6 +107,24 @@ def test_workers_beside_a_cell_that_gives_times_are_refused():
         check_beside(groups, 4, [memory, memory])
     check_beside([[untimed], [untimed]], 2, [memory])
     check_beside([[timed, timed], [timed, timed]], 2, [memory])  # each process shares its prefills
+
+
+def test_cells_of_a_lost_worker_give_no_times_beside_others():
+    """They shared prefills and so had no GPU to themselves; when they run again alone, another worker still uses it."""
+    cells = [make_cell(None) for _ in range(2)]
+    pool, sent = WorkerPool([cells], 2, SweepProgress(cells, lambda _: None)), []
+
+    def start():
+        connection = SimpleNamespace(send=sent.append, close=lambda: None)
+        process = SimpleNamespace(join=lambda: None, exitcode=-9)
+        pool.workers.append(WorkerProcess(len(pool.workers), process, connection))
+        return pool.workers[-1]
+
+    pool._start_worker = start
+    pool._assign()
+    pool._remove(pool.workers[0])
+    pool._assign()
+    assert sent == [(cells, True), (cells[:1], True), (cells[1:], True)]
 
 
 @pytest.fixture

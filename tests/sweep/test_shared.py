@@ -311,6 +311,13 @@ def test_one_context_is_no_plural(model_folder, tmp_path):
     assert untimed == ["1 context took a prefill that other runs of the sweep share"] * 2
 
 
+def test_a_cell_that_is_left_of_a_group_has_no_times(model_folder, tmp_path):
+    """It records and takes its prefills by itself: another worker may still use its GPU."""
+    (cell,) = make_cells(["knorm"], tmp_path, model_folder)
+    (report,) = run_group([cell], ModelCache(), lambda *_: None, share=True)
+    assert report.result.latency.untimed is not None
+
+
 def test_a_cell_that_ends_first_takes_nothing_from_the_others(model_folder, tmp_path):
     """Of two cells of a method that uses the model itself, the later one is finished already."""
     cells = make_cells(["infinigen"] * 2, tmp_path / "shared", model_folder)
