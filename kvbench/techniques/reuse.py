@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvbench.engine.reuse import Ids, MixedPrompt, refuse_windows
 from kvbench.errors import UserError
-from kvbench.kernels.blocks import float_products
 from kvbench.method import Method, Moment, Step
 from kvbench.store.chunks import Chunk, Owner
 from kvbench.store.reused import ReusedKV
@@ -108,7 +107,11 @@ def attention_rows(step: Step, keys: Tensor, places: Tensor | None, rows: slice)
     whose weights are wanted.
     """
     query = step.query[0, :, rows].unflatten(0, (keys.shape[1], -1))  # [H_kv, G, t, D]
-    logits = float_products(query, keys[0, :, None]) * step.scale
+    if keys.itemsize > 2:
+        logits = (query @ keys[0, :, None].mT).float() * step.scale
+    else:  # 16 bits would round large logits; by KV head, so that no float32 copy of all keys exists
+        logits = torch.cat([q[None].float() @ k[None].float().mT for q, k in zip(query, keys[0], strict=True)])
+        logits *= step.scale
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
     if places is not None:
