@@ -142,12 +142,19 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
     """Read a task from a TOML file and its JSONL file.
 
     Raises:
-        UserError: a file cannot be read, a line of the JSONL file is not a valid record, or the scorer does
-            not fit a turn (`find_scoring_fault`).
+        UserError: a file cannot be read, a line of the JSONL file is not a valid record, two records have one id, or
+            the scorer does not fit a turn (`find_scoring_fault`).
     """
     table, records = read_parts(path)
     for line, error in records.errors.items():
         raise UserError(f"{records.path}, line {line}: {error}. {HINT}")
+    first: dict[str, int] = {}
+    for line, record in records.valid.items():
+        if (other := first.setdefault(str(record.id), line)) != line:
+            raise UserError(
+                f"{records.path}, line {line}: its id '{record.id}' is that of line {other}, and questions are paired "
+                f"by id. Give every record its own id. {HINT}"
+            )
     task = make_task(table, records, find_scorer)
     for line, record in records.valid.items():
         for index, turn in enumerate(record.turns):

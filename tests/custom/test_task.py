@@ -178,6 +178,13 @@ def test_what_a_file_does_not_have_is_refused(write, tokenizer, options, message
         examples(write(), tokenizer, **options)
 
 
+def test_two_records_of_one_id_are_refused(write):
+    """Before a run, because no command compares or shows a run whose samples share an id; 7 and "7" are one id."""
+    records = [RECORDS[0], RECORDS[1], {**RECORDS[2], "id": "7"}]
+    with pytest.raises(UserError, match=r"line 3: its id '7' is that of line 2, .* Give every record its own id\."):
+        read(write(records))
+
+
 RECORD = {"id": "a", "context": "c", "turns": [{"question": "q", "answer": "a"}]}
 TURN = RECORD["turns"][0]
 BAD_RECORDS = [
@@ -534,10 +541,12 @@ def test_a_record_too_short_for_the_budget_fails_alone(write, run_records):
 
 
 def test_records_of_one_name_are_not_paired(write, run_records, kvbench, tmp_path):
-    """`kvbench compare` refuses results in which two records have the same id."""
-    found = run_records(write([make_record("same", 40, "?"), make_record("same", 50, "?")]), "full")
+    """`kvbench compare` refuses results in which two records have the same id, as tasks of a Python file may."""
+    found = run_records(write([make_record("same", 40, "?"), make_record("other", 50, "?")]), "full")
     assert found.json["n_scored"] == 2
-    answer = kvbench("compare", *[tmp_path / "runs" / found.json["run_id"]] * 2)
+    journal = tmp_path / "runs" / found.json["run_id"] / "samples.jsonl"
+    journal.write_text(journal.read_text().replace('"sample":"other"', '"sample":"same"'))
+    answer = kvbench("compare", *[journal.parent] * 2)
     assert answer.code == 2
     assert "has two samples with the id 'same', numbers 0 and 1" in answer.err
 
