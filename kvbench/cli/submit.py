@@ -98,14 +98,14 @@ def submit_command(
 
 
 def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -> dict[str, Any]:
-    from kvbench.leaderboard.submission.deliver import HUB, put_in_folder, send_to_hub, send_to_server
+    from kvbench.leaderboard.submission.deliver import HUB, find_sent, put_in_folder, send_to_hub, send_to_server
 
     if to.startswith(HUB):
         address = send_to_hub(files, manifest, to.removeprefix(HUB))
         echo(f"pull request: {address}")
         return {"pull_request": address}
     if token:
-        answer = send_to_server(files, to, token)
+        answer = find_sent(to, manifest.identity) or send_to_server(files, to, token)
         echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
         if answer.get("status") in ("queued", "verifying"):  # the address answers with the token only
             echo("The same command shows the state again.")

@@ -39,6 +39,8 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.asked: list[tuple[str, str, bytes, str | None]] = []
         self.status, self.answer = 200, {}
+        self.known: dict[str, str] = {}
+        """Status by id of the submissions that the server has."""
 
     @property
     def url(self) -> str:
@@ -80,7 +82,20 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_PUT = do_GET = do_POST  # noqa: N815  # as http.server calls them
+    do_PUT = do_POST  # noqa: N815  # as http.server calls it
+
+    def do_GET(self) -> None:
+        number = self.path.rpartition("/")[2]
+        if self.path != f"/api/submissions/{number}":
+            self.do_POST()
+        elif number in self.server.known:
+            data = json.dumps({"id": number, "status": self.server.known[number]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        else:
+            self.send_error(404)
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""
@@ -247,6 +262,27 @@ def test_submission_to_a_server(kvbench, snapkv, fake_server, monkeypatch, tmp_p
     sent = open_bundle(read_files(tmp_path / "x.tar"))
     assert (sent.content, sent.submitter) == (snapkv.bundle.content, "ada")
     assert TOKEN not in done.out + done.err
+
+
+@pytest.mark.parametrize(("status", "sent"), [
+    ("queued", 1), ("accepted", 1), ("refused", 1), ("withdrawn", 2), ("failed", 2),
+])
+def test_what_a_server_has_is_not_sent_again(kvbench, runs, snapkv, fake_server, monkeypatch, tmp_path, status, sent):
+    """So the same command goes on where a server's limit of uploads per hour stopped it."""
+    for x in runs.values():
+        shutil.copytree(x.folder, tmp_path / "runs" / x.bundle.spec.run_id)
+    monkeypatch.setenv("KVBENCH_TOKEN", TOKEN)
+    arguments = ("submit", tmp_path / "runs", "--submitter", "ada", "--to", fake_server.url)
+    fake_server.answer = {"id": "abc", "status": "queued"}
+    assert kvbench(*arguments).code == 0
+    packed, fake_server.asked = fake_server.asked, []
+    (tmp_path / "first.tar").write_bytes(packed[0][2])
+    manifest = open_bundle(read_files(tmp_path / "first.tar")).manifest
+    assert manifest is not None
+    fake_server.known = {manifest.identity: status}
+    done = kvbench(*arguments)
+    assert (done.code, len(packed), len(fake_server.asked)) == (0, 2, sent)
+    assert (f"{status} as {manifest.identity}" in done.out) is (sent == 1)
 
 
 def test_a_token_is_read_from_a_file(kvbench, snapkv, fake_server, tmp_path):

@@ -24,6 +24,8 @@ from kvbench.log import say
 HUB = "hf:"
 DATASET = re.compile(rf"{HUB}[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 TOKEN = "KVBENCH_TOKEN"  # noqa: S105  # the name of a variable
+AGAIN = ("withdrawn", "failed")
+"""Statuses in which a server takes a bundle that it has once more."""
 WAIT_S = 60
 MAX_REPLY = 1 << 20
 
@@ -89,6 +91,20 @@ def send_to_hub(files: Mapping[str, bytes], manifest: Manifest, repository: str)
         hint = "If it asks for a login, run 'hf auth login'."
         raise DeliveryError(f"the hub did not accept it for {repository}: {reason}. {hint}") from error
     return str(done.pr_url)
+
+
+def find_sent(url: str, number: str) -> dict[str, Any] | None:
+    """The record of a submission that a leaderboard server has; None: it must be sent, or the server does not say.
+
+    Every upload counts towards the server's limit per hour, also that of a bundle that it has. Without this a folder
+    of more runs than the limit would never be sent to its end.
+    """
+    try:
+        with _opener().open(f"{url.rstrip('/')}/api/submissions/{number}", timeout=WAIT_S) as reply:
+            found = _read(reply)
+    except (OSError, http.client.HTTPException):
+        return None
+    return found if found.get("id") == number and found.get("status") not in AGAIN else None
 
 
 def send_to_server(files: Mapping[str, bytes], url: str, token: str) -> dict[str, Any]:
