@@ -48,11 +48,12 @@ def suggest_command(
     Techniques are ranked only where a paired test can tell them apart. The leaderboard's first page gives the same
     answers.
     """
-    places = results or [x for x in (RUNS, CURATED) if x.is_dir()]
+    # A first run that is not finished does not hide the curated results.
+    places = results or [x for x in (RUNS, CURATED) if any(x.rglob("result.json"))]
     if not places:
         raise UserError(
-            f"there are no folders {RUNS}/ and {CURATED}/ here. Make runs with `kvbench run`, or give folders of runs "
-            "with --results."
+            f"there is no finished run in {RUNS}/ or {CURATED}/ here. Make runs with `kvbench run`, or give folders of "
+            "runs with --results."
         )
     say("reading runs ...")
     from kvbench.analysis.load import find_runs, load_found

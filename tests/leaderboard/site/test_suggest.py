@@ -318,6 +318,17 @@ def test_without_runs_the_next_step_is_named(kvbench, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer = kvbench("suggest", "--model", "mini", "--memory", "25%", "--mode", "multi-turn")
     assert (answer.code, answer.err) == (2, (
-        "kvbench: there are no folders runs/ and results/ here. Make runs with `kvbench run`, or give folders of runs "
-        "with --results.\n"
+        "kvbench: there is no finished run in runs/ or results/ here. Make runs with `kvbench run`, or give folders of "
+        "runs with --results.\n"
     ))
+
+
+def test_an_unfinished_run_does_not_hide_the_curated_results(full, kvbench, tmp_path, monkeypatch):
+    """The default folders are those with a finished run."""
+    full.add("a", "good")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").symlink_to(full.folder)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "spec.json").write_text("{}")
+    answer = kvbench("suggest", "--model", "mini", "--memory", "25%", "--mode", "multi-turn", "--json")
+    assert (answer.code, len(answer.json["techniques"])) == (0, 1)
