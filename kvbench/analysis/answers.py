@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
+from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 
 BEST = 1.0
@@ -53,6 +55,13 @@ class CommonQuestions:
     asked: tuple[Asked, ...]
     apart: int
     """Questions that only one of the runs was asked."""
+    rising: bool = True
+    """Whether higher scores are better, as far as results say."""
+
+    @property
+    def graded(self) -> bool:
+        """Whether BEST is the score of a right answer; a negative log-likelihood has none."""
+        return self.rising and not any(x.score is not None and x.score > BEST for y in self.asked for x in y.lines)
 
 
 def read_asked(folders: Sequence[Path]) -> CommonQuestions:
@@ -79,7 +88,15 @@ def read_asked(folders: Sequence[Path]) -> CommonQuestions:
         )
     asked = [_ask([x[key] for x in found]) for key in common]
     asked.sort(key=lambda x: (not x.changed, -x.shift, x.index, x.turn))
-    return CommonQuestions(specs, tuple(asked), len(set.union(*(set(x) for x in found))) - len(common))
+    apart = len(set.union(*(set(x) for x in found))) - len(common)
+    return CommonQuestions(specs, tuple(asked), apart, all(map(_is_rising, folders)))
+
+
+def _is_rising(folder: Path) -> bool:
+    """Whether higher scores of a run are better; also if it has no result that says so."""
+    with contextlib.suppress(UserError):
+        return read_file(folder / "result.json", Result).score.higher_is_better
+    return True
 
 
 def _ask(lines: Sequence[Line]) -> Asked:
@@ -99,8 +116,10 @@ def choose(answers: CommonQuestions, *, wrong: bool, sample: str | None) -> list
     Raises:
         UserError: the metric has no right and wrong answers, or there is no such sample.
     """
-    if wrong and any(x.score is not None and x.score > BEST for y in answers.asked for x in y.lines):
-        raise UserError("the scores of this run exceed 1, so answers are not right or wrong. Leave --wrong out.")
+    if wrong and not answers.graded:
+        raise UserError(
+            "the metric of this run has no full score, so answers are not right or wrong. Leave --wrong out."
+        )
     found = [x for x in answers.asked if sample is None or sample in (x.sample, str(x.index))]
     if not found:
         known = {x.index: x.sample for x in answers.asked}

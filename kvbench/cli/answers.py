@@ -103,7 +103,9 @@ def _visible(text: str) -> str:
 
 def _summarize(found: CommonQuestions, shown: list[Asked]) -> str:
     asked = found.asked
-    parts = [f"{len(shown)} of {len(asked)} questions shown", f"{sum(x.wrong for x in asked)} with a wrong answer"]
+    parts = [f"{len(shown)} of {len(asked)} questions shown"]
+    if found.graded:
+        parts.append(f"{sum(x.wrong for x in asked)} with a wrong answer")
     if len(found.specs) > 1:
         parts.append(f"{sum(x.changed for x in asked)} with changed answers")
     if found.apart:

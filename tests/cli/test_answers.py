@@ -75,6 +75,20 @@ def test_no_wrong_answer_is_no_fault_of_the_journal(kvbench, tmp_path):
     assert (answer.code, "0 with a wrong answer" in answer.out, "kvbench 0.1" in answer.err) == (0, True, False)
 
 
+@pytest.mark.parametrize("score", [0.5, 2.5])
+def test_answers_of_a_metric_without_a_full_score_are_not_wrong(kvbench, tmp_path, score):
+    """As a negative log-likelihood, of which 0.5 is better than 1."""
+    folder = tmp_path / "run"
+    shutil.copytree(next((ROOT / "results" / "smollm2-135m-text").glob("full-ppl*")), folder)
+    journal = folder / "samples.jsonl.gz"
+    lines = [{**json.loads(x), "score": score} for x in gzip.decompress(journal.read_bytes()).splitlines()]
+    journal.write_bytes(gzip.compress("".join(f"{json.dumps(x)}\n" for x in lines).encode()))
+    answer = kvbench("answers", folder)
+    assert (answer.code, answer.out.splitlines()[-1]) == (0, f"{len(lines)} of {len(lines)} questions shown.")
+    answer = kvbench("answers", folder, "--wrong")
+    assert (answer.code, "the metric of this run has no full score" in answer.err) == (2, True)
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ("--sample 9", "there is no sample '9'. Give a number from 0 to 3"),
     ("mini", "'mini' is a model, not a run."), ("nothing", "unknown run 'nothing'"),
