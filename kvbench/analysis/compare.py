@@ -204,14 +204,23 @@ def _by_context(pairs: dict[tuple[str, int], tuple[float, float]]) -> list[list[
 
 
 def find_regressions(runs: Sequence[FinishedRun]) -> list[Regressions]:
-    """Regressions of each run against the first run of the full cache that shares questions with it."""
+    """Regressions of each run against a run of the full cache that shares questions with it, of its protocol first."""
     whole = [x for x in runs if x.result.status == "ok"]
     full = [x for x in whole if is_full(x.result)]
-    firsts = (
-        next(((x, other, common) for x in full if (common := _pair(x, other))), None)
-        for other in whole if not is_full(other.result)
-    )
-    return [_regress(*x) for x in firsts if x is not None]
+    found = []
+    for other in (x for x in whole if not is_full(x.result)):
+        if sharing := [x for x in full if _pair(x, other)]:
+            base = find_alike(other, sharing)
+            found.append(_regress(base, other, _pair(base, other)))
+    return found
+
+
+def find_alike(run: FinishedRun, others: Sequence[FinishedRun]) -> FinishedRun:
+    """The first of other runs with the run's questions and protocol; the first of all if none has."""
+    if len(others) == 1:
+        return others[0]
+    wanted = name_questions(run.result.spec)
+    return next((x for x in others if name_questions(x.result.spec) == wanted), others[0])
 
 
 def _regress(full: FinishedRun, other: FinishedRun, common: dict[tuple[str, int], tuple[float, float]]) -> Regressions:

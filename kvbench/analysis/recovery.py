@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kvbench.analysis.compare import is_full
+from kvbench.analysis.compare import find_alike, is_full
 from kvbench.analysis.load import FinishedRun
 from kvbench.runs.results import Result
 from kvbench.runs.stats import CONFIDENCE
@@ -34,16 +34,21 @@ class Recovery:
     gap: float
     """Score of full prefills minus score without context."""
     contexts: int
+    full: str
+    """Id of the run of full prefill."""
 
 
 def find_recoveries(runs: Sequence[FinishedRun]) -> list[Recovery]:
-    """The recovered share of each run that reuses entries; none without runs of full prefill and of no context."""
+    """The recovered share of each run that reuses entries; none without runs of full prefill and of no context.
+
+    Of several such runs those of its own protocol count.
+    """
     whole = [x for x in runs if x.result.status == "ok"]
-    full = next((x for x in whole if is_full(x.result)), None)
-    floor = next((x for x in whole if is_floor(x.result)), None)
-    if full is None or floor is None:
+    full, floor = ([x for x in whole if fits(x.result)] for fits in (is_full, is_floor))
+    if not full or not floor:
         return []
-    found = (_recover(x, floor, full) for x in whole if x not in (full, floor) and x.result.reuse is not None)
+    ends = ((x, find_alike(x, floor), find_alike(x, full)) for x in whole if x.result.reuse is not None)
+    found = (_recover(*x) for x in ends if x[0] not in x[1:])
     return [x for x in found if x is not None]
 
 
@@ -73,4 +78,5 @@ def _recover(run: FinishedRun, floor: FinishedRun, full: FinishedRun) -> Recover
     if gaps.min() > 0:
         low, high = np.quantile((drawn[:, 0] - drawn[:, 1]) / gaps, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         ends = float(low), float(high)
-    return Recovery(run.result.run_id, float(ours - lower) / gap if gap > 0 else None, ends, gap, len(sums))
+    share = float(ours - lower) / gap if gap > 0 else None
+    return Recovery(run.result.run_id, share, ends, gap, len(sums), full.result.run_id)

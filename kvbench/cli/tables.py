@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvbench.analysis.compare import is_full
 from kvbench.analysis.doubts import find_strict
 from kvbench.analysis.formatting import format_bytes, format_difference, format_seconds, format_share, print_table
 from kvbench.analysis.metrics import Metric
@@ -74,10 +73,10 @@ def recovery_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of runs that reuse entries across prompts."""
     named = {x.run_id: (x, label) for x, label in zip(results, labels, strict=True)}
-    full = next((x.latency.ttft_s for x in results if is_full(x)), None)
     rows = []
     for x in recoveries:
         result, label = named[x.run_id]
+        full = named[x.full][0].latency.ttft_s
         reuse = result.reuse
         assert reuse is not None, "only such runs have a recovery"
         ends = "" if x.ci95 is None else f"\n[{x.ci95[0]:.2f}, {x.ci95[1]:.2f}]"

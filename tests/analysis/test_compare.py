@@ -118,6 +118,16 @@ def test_each_run_is_compared_with_the_full_cache_on_its_questions():
     assert find_regressions([run("failed", FULL, full=True, status="failed"), *asked]) == []
 
 
+def test_a_run_is_compared_with_the_full_cache_of_its_protocol(result):
+    """And not with an earlier one on the same prompts, such as that of another element type."""
+    other = result.spec.model_copy(update={"model": result.spec.model.model_copy(update={"dtype": "float64"})})
+    runs = [run("other", FULL, full=True), run("own", FULL, full=True), run("a", dict.fromkeys(FULL, 0.0))]
+    for x, spec in zip(runs, (other, result.spec, result.spec), strict=True):
+        object.__setattr__(x.result, "spec", spec)
+    assert [x.full for x in find_regressions(runs)] == ["own"]
+    assert [x.full for x in find_regressions([runs[0], runs[2]])] == ["other"]
+
+
 def test_a_method_without_a_budget_that_loses_entries_is_not_the_full_cache():
     """The effect check decides, not the name."""
     merging = run("merging", FULL, full=True)

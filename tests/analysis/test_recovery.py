@@ -54,6 +54,21 @@ def test_without_a_gap_there_is_no_share():
     assert (found.share, found.ci95, found.gap) == (None, None, 0)
 
 
+def test_the_ends_are_of_the_protocol_of_the_run(monkeypatch):
+    """Of several runs of full prefill and of no context, as of two models with one tokenizer."""
+    monkeypatch.setattr("kvbench.analysis.compare.name_questions", lambda spec: spec)
+    ends = [("full", [1, 1, 1, 1], None, True), ("none", [0, 0, 0, 0], FLOOR, False)]
+    runs = [
+        make(f"{name}-{spec}", [x * best for x in scores], reuse, full=full)
+        for spec, best in (("small", 0.5), ("large", 1.0)) for name, scores, reuse, full in ends
+    ]
+    runs.append(make("ours-large", [1, 1, 0, 0], REUSE))
+    for x in runs:
+        x.result.spec = x.result.run_id.partition("-")[2]
+    found = {x.run_id: (x.share, x.full) for x in find_recoveries(runs)}
+    assert found["ours-large"] == (0.5, "full-large")
+
+
 def test_only_common_questions_count():
     """Runs of other prompts have no recovery, and neither have runs without one of the ends."""
     full, floor = make("full", [1, 1], full=True), make("none", [0, 0], FLOOR)
