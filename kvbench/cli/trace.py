@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,7 +141,8 @@ def tiers_command(
     ])
     echo(f"{ran.moved:,} blocks were moved to the device.")
     if as_json:
-        print_json({"kind": TITLE, "trace": found.name, "tiers": rows, "moved": ran.moved})
+        finite = [(name, None if math.isinf(capacity) else capacity, hits) for name, capacity, hits in rows]
+        print_json({"kind": TITLE, "trace": found.name, "tiers": finite, "moved": ran.moved})
 
 
 @app.command("route")

@@ -34,6 +34,12 @@ def test_rows_say_that_they_are_a_simulation(kvbench):
     assert row["low"] <= row["high"] and 0 < row["of_optimum"] <= 1
 
 
+def test_an_infinite_tier_is_null_in_json(kvbench):
+    """As an infinite capacity of `trace run`: JSON has no infinity, and most readers refuse it."""
+    answer = kvbench("trace", "tiers", "--blocks", "1%", "--blocks", "infinite", "--json")
+    assert [x[1] is None for x in answer.json["tiers"]] == [False, True]
+
+
 @pytest.mark.few(9)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "--policy", "lur"], "unknown policy 'lur'. Did you mean 'lru'?"),
@@ -46,6 +52,8 @@ def test_rows_say_that_they_are_a_simulation(kvbench):
     (["run", "--trace", "sinthetic"], "unknown trace 'sinthetic'. Did you mean 'synthetic'?"),
     (["run", "--policy", "ttl", "--set", "seconds=x"], "--set seconds=x: must be float"),
     (["run", "--policy", "ttl", "--set", "second=1"], "Did you mean 'seconds'?"),
+    (["run", "--policy", "saga", "--set", "horizon=0"], "policy 'saga': horizon 0.0 must be above 0"),
+    (["run", "--policy", "s3-fifo", "--set", "small=2"], "policy 's3-fifo': small 2.0 must be from 0 to 1"),
     (["run", "--seconds-per-token", "1"], "must be two numbers such as 1e-4,0.02"),
     (["run", "--order", "dfs"], "unknown order 'dfs'"),
     (["run", "--model", "llama"], "unknown model 'llama'"),

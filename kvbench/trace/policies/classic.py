@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kvbench.errors import UserError
 from kvbench.trace.policies.base import BlockPolicy
 from kvbench.trace.requests import Trace, TraceRequest
 
@@ -133,6 +134,8 @@ class S3FIFO(BlockPolicy):
     def prepare(self, trace: Trace, capacity: float) -> None:
         """Queues by flag, uses capped at 3, ghosts."""
         super().prepare(trace, capacity)
+        if not 0 <= self.small <= 1:
+            raise UserError(f"policy 's3-fifo': small {self.small} must be from 0 to 1.")
         self.main = bytearray(len(trace.parents))
         self.uses = bytearray(len(trace.parents))
         self.size = [0, 0]

@@ -200,6 +200,8 @@ class SAGA(BlockPolicy):
     def prepare(self, trace: Trace, capacity: float) -> None:
         """Requests and reuses by tool."""
         super().prepare(trace, capacity)
+        if self.horizon <= 0:
+            raise UserError(f"policy 'saga': horizon {self.horizon} must be above 0.")
         self.made: dict[str, int] = {}
         self.reused: dict[str, int] = {}
         self.open: dict[str, str] = {}
