@@ -137,18 +137,17 @@ def flip_signs(differences: Sequence[float]) -> float:
             return _draw_signs(values, abs(math.fsum(differences)))
     else:
         steps, slack = np.array(shared), 0
-    middle = int(steps.sum())
-    chance = np.zeros(2 * middle + 1)  # the probability of each sum from -middle to middle
-    chance[middle] = 1.0
-    for step in steps[steps > 0]:
-        after = np.zeros_like(chance)
-        after[step:] = chance[:-step]
-        after[:-step] += chance[step:]
-        chance = after / 2
+    whole = int(steps.sum())
     reached = abs(int((np.sign(differences) * steps).sum())) - slack
     if reached <= 0:
         return 1.0
-    return min(1.0, float(chance[: middle - reached + 1].sum() + chance[middle + reached :].sum()))
+    chance = np.ones(1)  # the probability of each sum of the differences that are positive
+    for step in np.sort(steps[steps > 0]):  # the smallest first, so that the array stays short for long
+        after = np.zeros(len(chance) + step)
+        after[:-step] = chance
+        after[step:] += chance
+        chance = after / 2
+    return min(1.0, 2 * float(chance[: (whole - reached) // 2 + 1].sum()))  # both ends are alike
 
 
 def _draw_signs(values: NDArray[np.floating[Any]], observed: float) -> float:
@@ -164,9 +163,11 @@ def _draw_signs(values: NDArray[np.floating[Any]], observed: float) -> float:
 
 def _share_denominator(values: Sequence[float]) -> list[int] | None:
     """The values as multiples of a common fraction; None if there is none with which they sum to at most CELLS."""
-    exact = [_find_fraction(x) for x in values]
-    if any(abs(x - y) > ROUNDING for x, y in zip(values, exact, strict=True)):
-        return None
+    exact = []
+    for x in values:
+        exact.append(_find_fraction(x))
+        if abs(x - exact[-1]) > ROUNDING:
+            return None
     part = math.lcm(*(x.denominator for x in exact))
     parts = [int(x * part) for x in exact]
     least = math.gcd(*parts) or 1  # all values are 0 after rounding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
+from kvbench.analysis import significance
 from kvbench.analysis.power import find_detectable, find_detectable_between
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
 from kvbench.runs.stats import bootstrap_interval, find_interval
@@ -125,6 +127,19 @@ def test_drawn_signs_keep_their_level_and_are_the_same_ones():
     """The p-value of 400 graded contexts that all got worse is that of one in 20,001, and does not vary."""
     values = list(-np.random.default_rng(0).random(400))
     assert flip_signs(values) == flip_signs(values) == 1 / 20_001
+
+
+def test_the_sums_of_graded_scores_stay_small():
+    """Ranks of a thousand runs take thousands of tests, so each holds as few numbers and fractions as it needs."""
+    differences = np.random.default_rng(0).normal(size=100).tolist()
+    flip_signs(differences)  # imports
+    significance._find_fraction.cache_clear()
+    tracemalloc.start()
+    flip_signs(differences)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3.5 * 8 * significance.CELLS  # three arrays of the sums of the positive differences
+    assert significance._find_fraction.cache_info().misses < len(differences) / 2
 
 
 def test_the_smallest_p_value_depends_on_the_contexts():
