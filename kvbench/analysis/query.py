@@ -14,6 +14,7 @@ from typing import Any
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
 from kvbench.analysis.load import find_runs
 from kvbench.errors import UserError
+from kvbench.log import say
 from kvbench.machine import load_extra
 from kvbench.reproduce.recorded import FindingRow, list_rows
 from kvbench.runs.files import read_file, read_lines
@@ -76,7 +77,14 @@ def _read_results(folders: Sequence[Path]) -> Iterable[FlatRecord]:
 def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
     for folder in _find(folders):
         run_id = read_file(folder / "result.json", Result).run_id
-        yield from ({"run_id": run_id, **flatten(x)} for x in read_lines(folder / "samples.jsonl"))
+        try:
+            lines = read_lines(folder / "samples.jsonl")
+        except UserError as error:
+            if folder in folders:
+                raise
+            say(f"warning: skipped: {error}")
+        else:
+            yield from ({"run_id": run_id, **flatten(x)} for x in lines)
 
 
 def _find(folders: Sequence[Path]) -> list[Path]:

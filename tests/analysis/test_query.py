@@ -151,6 +151,18 @@ def test_findings_has_a_row_per_check(kvbench):
     assert {x["verdict"] for x in answer.json} <= {"holds", "does not hold", "undecided"}
 
 
+def test_a_damaged_journal_does_not_hide_the_other_runs(kvbench, changed, folders):
+    """It is left out with a warning, as in a report; a damaged run that is given itself is an error."""
+    shutil.copytree(folders[0], changed.parent / "whole")
+    journal = changed / "samples.jsonl.gz"
+    journal.write_bytes(journal.read_bytes()[:300])
+    sql = "SELECT DISTINCT run_id FROM samples"
+    answer = kvbench("query", sql, "--results", changed.parent, "--json")
+    assert (answer.code, answer.json) == (0, [{"run_id": folders[0].name}])
+    assert f"warning: skipped: {changed / 'samples.jsonl'} cannot be read" in answer.err
+    assert kvbench("query", sql, "--results", changed).code == 2
+
+
 def test_columns_can_be_listed(folders):
     """All columns of every table, with their types."""
     kinds = {"results": Result, "samples": Line, "findings": FindingRow}
