@@ -13,7 +13,7 @@ import pytest
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission import archive
 from kvbench.leaderboard.submission import bundle as bundles
-from kvbench.leaderboard.submission.archive import find_bundles, read_files, write_tar
+from kvbench.leaderboard.submission.archive import SCORES, find_bundles, read_files, write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle, pack_run
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
@@ -76,6 +76,14 @@ def test_invalid_submitter_names_are_user_errors(snapkv, name):
 def test_extra_files_in_a_folder_are_refused(folder):
     (folder / "setup.py").write_text("boom")
     assert refusal(lambda: read_files(folder)) == "files: 'setup.py' is not a file of a bundle"
+
+
+def test_scoring_a_bundle_again_does_not_spoil_it(folder, kvbench):
+    """The scores stand in a folder of their own, which is not read."""
+    before = read_files(folder)
+    assert kvbench("score", folder).code == 0
+    assert (folder / SCORES).is_dir()
+    assert read_files(folder) == before
 
 
 def test_a_link_is_refused(folder, tmp_path):

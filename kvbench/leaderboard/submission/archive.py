@@ -18,6 +18,8 @@ from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"
 """The journal's name in a run's folder; a bundle holds it compressed."""
+SCORES = "scores"
+"""Folder that `kvbench score` writes next to the files of a run; it is no part of a bundle and never read."""
 MIB = 1 << 20
 MAX_BYTES = {
     SPEC: MIB, RESULT: MIB, MANIFEST: MIB, METHOD: MIB, VERIFICATION: MIB, SAMPLES: 64 * MIB, JOURNAL: 256 * MIB,
@@ -110,7 +112,7 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     wanted = {SPEC, RESULT, journal}
     if MANIFEST in names:
         wanted |= {MANIFEST} | ({METHOD} & names)
-        if extra := names - wanted - {VERIFICATION}:
+        if extra := names - wanted - {VERIFICATION, SCORES}:
             raise RefusedError("files", f"{quote(min(extra))} is not a file of a bundle")
     if missing := wanted - names:
         raise RefusedError("files", f"{min(missing)} is missing")
