@@ -311,6 +311,7 @@ def test_a_refused_rerun_ends_before_the_fresh_seed(forged, verify_with, monkeyp
 @pytest.mark.parametrize(("scores", "contexts"), [
     ([1.0] * 4, 6),  # C(4 + 6, 4) = 210 orders, of which one is as extreme
     ([0.5] * 4, 6), ([1.0, 1.0, 0.0, 0.0], 46), ([1.0] * 20, 20),
+    ([1.0] * 1200, fresh_seed.MAX_CONTEXTS),
 ])
 def test_the_fresh_seed_has_power_against_a_wholly_false_sheet(scores, contexts):
     """The permutation test refuses these scores if the method gets all of the new contexts wrong, and only then."""

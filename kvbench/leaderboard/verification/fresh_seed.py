@@ -73,7 +73,9 @@ def run_fresh_seed(
 
 
 def count_contexts(submitted: Sequence[float], *, higher_is_better: bool) -> int:
-    """Contexts of a fresh seed that refute these scores if all of them get the worst score; at least as many as given.
+    """Contexts of a fresh seed that refute these scores if all of them get the worst score, and as many as given.
+
+    At most MAX_CONTEXTS.
 
     The worst score is 0, or, where lower is better, worse than all of these. If k of n contexts are better than the
     worst, chance alone puts all k among the submitted n of n + m with probability C(n, k) / C(n + m, k). Half of ALPHA
@@ -86,7 +88,7 @@ def count_contexts(submitted: Sequence[float], *, higher_is_better: bool) -> int
     if n == 1:
         raise UnverifiableError("it has one context, and a permutation needs two")
     k = sum(x > 0 for x in submitted) if higher_is_better else n
-    for m in range(n, MAX_CONTEXTS + 1):
+    for m in range(min(n, MAX_CONTEXTS), MAX_CONTEXTS + 1):
         if math.comb(n, k) / math.comb(n + m, k) < ALPHA / 2:
             return m
     raise UnverifiableError(
