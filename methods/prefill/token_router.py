@@ -29,7 +29,7 @@ HIDDEN = 64
 RATE, CLIP, GUIDE, SHARE = 3e-3, 1.0, 0.1, 1.0
 """Learning rate, clipping, and the weights of imitation, which falls to zero, and of the distance from the share."""
 SHARES = (0.4, 0.5, 0.6, 0.7)
-"""Shares of skipped tokens, mean over layers, of which a step of training takes one."""
+"""Shares of skipped tokens, mean over the layers that may skip, of which a step of training takes one."""
 FIRST = 0.1
 """Share of the kept tokens that are the first ones, for the router that is imitated."""
 Text = tuple[Tensor, Tensor, int]
@@ -163,7 +163,8 @@ def train(
         ids, labels, prompt = draw(step)
         places = (labels[0] >= 0).nonzero()[:, 0]
         skipped = SHARES[step % len(SHARES)]
-        kept = divide(weights, prompt, round((1 - skipped) * prompt * len(weights)))
+        may = sum(x > 0 for x in weights)
+        kept = divide(weights, prompt, round((1 - skipped) * prompt * may) + prompt * (len(weights) - may))
         extra: list[Tensor] = []
         fading = GUIDE * max(0.0, 1 - 2 * step / steps)
 

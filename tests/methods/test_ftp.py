@@ -25,6 +25,7 @@ from kvbench.methods.prefill.token_router import (
     measure_received,
     run_gated,
     score_static,
+    train,
 )
 from kvbench.runs.results import TASKS
 from kvbench.tasks.ruler import niah
@@ -243,3 +244,10 @@ def test_a_saved_schedule_of_another_shape_is_refused(model):
     for wrong in ([1, 1], [0, 0, 0], [1, 1, -1]):
         with pytest.raises(UserError, match="the schedule does not name"):
             FTP().rebind({"schedule": wrong}, model.shape(64))
+
+
+def test_training_asks_only_layers_that_may_skip(model):
+    """Where one layer of three may skip, as in a model whose others have windows, no step asks the others to."""
+    labels = torch.cat([torch.full((1, 30), -100), CONTEXT[:, 31:], torch.full((1, 1), -100)], dim=1)
+    found = train(model, 4, (0.0, 1.0, 0.0), lambda _: (CONTEXT, labels, 30))
+    assert all(x.isfinite().all() for x in found.values())
