@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.budget import LayerShape, Shape
 from kvbench.store.entries import FlatEntries
 from kvbench.store.facts import Fact
 from kvbench.store.host import host_fact
-from kvbench.store.layer import LayerKV
+from kvbench.store.layer import OFFSET_BYTES, LayerKV
 
 
 @dataclass
@@ -22,6 +23,12 @@ class EpisodicKV(LayerKV):
     """Entries of the context by episode, on the host: key, value and, where there is a window, position."""
     loads: int = field(default=0, init=False)
     """Episodes that were moved to the device."""
+
+    def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
+        """Entries of the active episode in one flat block with its offsets, and positions where there is a window."""
+        return LayerKV(track=self.track or layer.window is not None).bytes_for(layer, shape, entries) + (
+            (layer.kv_heads + 1) * OFFSET_BYTES
+        )
 
     def adopt(
         self, episodes: Sequence[dict[str, Tensor]], *, seen: int, window: int | None, device: torch.device

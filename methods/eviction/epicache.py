@@ -125,7 +125,7 @@ class EpiCache(Method):
         for index, layer in enumerate(shape.layers):
             held, budget = shape.entries(layer), self.entries_in(index, layer.window)
             if self.held is not None and budget is not None:
-                store = LayerKV(track=budget < held and layer.window is not None)
+                store = LayerKV(track=layer.window is not None)
                 total += self.held * store.bytes_for(layer, shape, min(held, budget))
         return total
 
@@ -216,7 +216,8 @@ class EpiCache(Method):
                 self.evict_block(branch, prompt, session.chunk)
                 session.compress_seconds += now(ids.device) - started
             session.credit(branch)
-            return [take_entries(x) for x in branch.layers], logits
+            layers = zip(branch.layers, session.model.layers, strict=True)
+            return [take_entries(x, layer.window) for x, layer in layers], logits
 
     def evict_block(self, branch: Session, prompt: Tensor, chunk: int | None) -> None:
         """Score the stored entries by the prompt, whose own entries are dropped, and keep the budget's best."""
@@ -281,11 +282,11 @@ def cut_template(model: Model, ids: Tensor) -> Tensor:
     return ids.new_tensor(found[: find_last(found, tail)])
 
 
-def take_entries(store: LayerKV) -> dict[str, Tensor]:
-    """Entries of the dense block, copied to the host, with positions where there are any."""
+def take_entries(store: LayerKV, window: int | None) -> dict[str, Tensor]:
+    """Entries of the dense block, copied to the host, with positions where they are stored or a window needs them."""
     found = {"key": store.keys, "value": store.values}
-    if store.positions is not None:
-        found["position"] = store.positions
+    if store.positions is not None or window is not None:
+        found["position"] = store.logical_positions().to(torch.int32).expand(store.keys.shape[:3])
     return {name: x.to("cpu", copy=True).contiguous() for name, x in found.items()}
 
 

@@ -236,3 +236,15 @@ def test_settings_without_a_meaning_are_refused(setting):
     """Each is a number of things of which there is at least one."""
     with pytest.raises(UserError, match=f"{setting} must be 1 or more, got 0"):
         EpiCache(**{setting: 0})
+
+
+@pytest.mark.parametrize("rows", [59, 58, 30])
+def test_a_sliding_layer_counts_tokens_from_its_episode_s_entries(rows):
+    """Also where the layer keeps all that its window sees; bytes are declared, and later tokens can be run."""
+    model, context = tiny_model(4, 2, 20), topics()
+    with open_with(model, context, rows) as session:
+        session.prefill(context)
+        shape = model.shape(len(context))
+        assert session.memory().stored_bytes == session.method.declared_bytes(shape)
+        assert session.memory().host_bytes == session.method.declared_host_bytes(shape)
+        assert session.force(ids(30, seed=2)).isfinite().all()
