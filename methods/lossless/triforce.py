@@ -150,7 +150,7 @@ class Retrieved(Verified):
             count = shape.entries(layer)
             chosen = choose_chunks(count, self.chunk, self.entries_in(index, layer.window))
             entries = count if chosen is None else chosen * self.chunk + count % self.chunk
-            total += RetrievedKV().bytes_for(layer, shape, entries)
+            total += RetrievedKV(track=layer.window is not None).bytes_for(layer, shape, entries)
         return total
 
 

@@ -77,6 +77,15 @@ def test_triforce_gives_the_answers_of_the_full_cache(budget):
     require_full_answers(find_method("triforce")(window_budget=budget, sinks=4))
 
 
+@pytest.mark.parametrize("budget", [Budget("fraction", 1.0), Budget("rows", 119), Budget("rows", 40)], ids=str)
+def test_triforce_declares_the_positions_of_sliding_layers(budget):
+    """A window needs them in the retrieved chunks, also where these are all entries."""
+    model = tiny_model(4, 2, 48)
+    with open_session(find_method("triforce")(), model, budget) as session:
+        session.prefill(CONTEXT)
+        assert session.memory().stored_bytes == session.method.declared_bytes(model.shape(len(CONTEXT)))
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("length", [1, 8, 3])
 def test_an_answer_ends_at_its_stop_token_inside_a_draft(length):
