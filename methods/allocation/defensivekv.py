@@ -25,6 +25,7 @@ DEVIATIONS = (
     "the layer, so that a layer with small scores can lose its window to others."),
     "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
 )
+TINY = torch.finfo(torch.float32).tiny
 UPSTREAM = Upstream(repo="FFY0/DefensiveKV", commit=None, license=None)
 LIMITS = (
     ("Where the first stage needs the whole budget, as with diffuse attention, the mean alone decides, and every head "
@@ -70,7 +71,7 @@ class DefensiveScores(ScoredMethod):
             means.append(every[..., :before].mean((1, 2)))
         risk, mean = torch.stack(risks, dim=1), torch.stack(means, dim=1)  # [B, H_kv, before]
         norms = projected_norms(kv.values[:, :, :before], step, self.card.name).mean(2)
-        risk = risk * norms / norms.sum(1, keepdim=True)
+        risk = risk * norms / norms.sum(1, keepdim=True).clamp_min(TINY)  # a token without values has no share
         first = count_first(mean, self.first_stage).clamp_max(entries - self.window)
         scores = torch.full(kv.keys.shape[:3], torch.inf, device=kv.keys.device)
         scores[..., :before] = risk.masked_fill(best_by_head(mean, first), torch.inf)
@@ -80,8 +81,7 @@ class DefensiveScores(ScoredMethod):
         """Pooled weights, aggregated over queries and heads of the group, with a floor. [B, G, w, n] -> [B, n]"""
         pooled = F.avg_pool1d(weights.flatten(0, 2)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
         smooth = pooled[:, 0].view_as(weights)
-        tiny = torch.finfo(torch.float32).tiny
-        smooth = smooth * weights.sum(-1, keepdim=True) / smooth.sum(-1, keepdim=True).clamp_min(tiny)
+        smooth = smooth * weights.sum(-1, keepdim=True) / smooth.sum(-1, keepdim=True).clamp_min(TINY)
         risk = smooth.amax((1, 2)) if self.aggregate == "max" else smooth.mean((1, 2))
         return torch.maximum(risk, risk.mean(-1, keepdim=True)) if self.prior else risk
 

@@ -12,6 +12,7 @@ from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.dense_attention.naive import attention_weights
 from kvbench.method import Budget
 from kvbench.methods.allocation.defensivekv import DefensiveKV, DefensiveScores, LayerDefensiveKV, count_first
+from kvbench.store import LayerKV
 
 
 def draw(*shape, seed=0):
@@ -134,3 +135,15 @@ def test_scaling_a_layer_s_values_changes_no_choice(make_step):
             method.end_of_layer(stores, step)
         kept.append([x.frozen.key for x in stores])
     assert all(x.equal(y) for x, y in zip(*kept, strict=True))
+
+
+def test_a_token_without_values_has_no_risk(make_step):
+    """A vector of zeros, as some models have for a token, has no share in any head, and is no fault."""
+    value = draw(1, 2, 40, 8, seed=2)
+    value[:, :, 5] = 0
+    step = make_step(draw(1, 4, 40, 8), draw(1, 2, 40, 8, seed=1), value, output=draw(4, 8, 24, seed=3))
+    kv = LayerKV(queries=6)
+    kv.append(step)
+    scores = Scores(window=6, rows=20, length=40, first_stage=0.0).score(kv, step)
+    assert scores[..., 5].equal(torch.zeros(1, 2))
+    assert scores[..., :34].isfinite().all()
