@@ -80,10 +80,11 @@ class WeighedRepeat(Repeat):
         norms = kv.state["norm"]  # [B, H_kv, G, n]
         group = norms.shape[2]
         keys = kv.keys[:, :, positions - gone].repeat_interleave(group, dim=1)  # a norm per query head
+        lengths = step.hidden.float().norm(dim=-1)
         maxima = column_maxima(
             step.query, keys, scale=step.scale, seen=step.seen, window=step.window,
             positions=positions.expand(*keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
-            factors=1 / step.hidden.float().norm(dim=-1),
+            factors=(1 / lengths).masked_fill(lengths == 0, 0.0),  # a query without a hidden state has no say
         ).unflatten(1, (-1, group))
         scored = positions < self.context
         maxima[..., scored] *= norms[..., positions[scored] - gone]

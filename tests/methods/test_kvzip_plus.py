@@ -146,3 +146,15 @@ def test_a_model_whose_projection_is_not_found_is_refused(monkeypatch):
     monkeypatch.setattr(Session, "attend", lambda self, step: original(self, replace(step, output=None)))
     with pytest.raises(UserError, match="needs the weights of the output"):
         run(KVzipPlus(), tiny_model(), ids(LENGTH))
+
+
+def test_a_query_without_a_hidden_state_has_no_say():
+    """A token whose embedding is zeros has a state of zeros in the first layer: no score is infinite or no number."""
+    module = copy.deepcopy(tiny_model().module)
+    module.model.embed_tokens.weight.data[7] = 0
+    model, context = Model.from_module(module), ids(LENGTH)
+    context[:, 20] = 7
+    method = KVzipPlus().fit(Budget("rows", 30), model.shape(LENGTH))
+    with Session(model, method, capacity=LENGTH) as session:
+        session.prefill(context)
+        assert session.effect().facts["entries_dropped"] > 0
