@@ -17,6 +17,7 @@ from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 SUM_BYTES = 4
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass
@@ -169,7 +170,8 @@ class InstInfer(ReadingMethod):
         shares = logits.softmax(-1)  # [B, H_kv, G, n]
         mask = mark_ends_and_best(shares.sum(2), self.rows, 0, self.last)
         chosen = kv.read(step, mask)
-        alpha = (shares * mask[:, :, None]).sum(-1).flatten(1)[..., None]  # [B, H_q, 1]
+        # Of a group, a head may have no share of what is read: the mean value then stands for all of its attention.
+        alpha = (shares * mask[:, :, None]).sum(-1).flatten(1)[..., None].clamp_min(TINY)  # [B, H_q, 1]
         mean = (kv.add_value(step.value) / seen).repeat_interleave(grouped.shape[2], dim=1)
         rest = Partial(mean, chosen.lse + ((1 - alpha).clamp_min(0) / alpha).log())
         return Partial(merge_partials([chosen, rest]), torch.logaddexp(chosen.lse, rest.lse))

@@ -93,3 +93,21 @@ def test_more_channels_than_there_are_is_refused():
     """With the number that the model has."""
     with pytest.raises(UserError, match="channels is 17, and keys of the model have 16"):
         InstInfer(channels=17).fit(Budget("rows", 10), tiny_model().shape(100))
+
+
+def test_a_head_whose_keys_another_head_outvotes_gets_the_mean_value(make_step):
+    """Two heads of a group each need one key alone, and one is read: the other head's share of it is zero."""
+    key, value = torch.zeros(1, 1, 10, 4), draw(1, 1, 10, 4)
+    key[0, 0, 2, 0] = key[0, 0, 5, 1] = 300.0
+    method = InstInfer(rows=2, length=10, key_channels=4, last=1)
+    kv, step = method.layer(0), make_step(torch.zeros(1, 2, 10, 4), key, value)
+    kv.append(step)
+    method.evict(kv, step)
+    more = make_step(
+        torch.eye(4)[None, :2, None], torch.zeros(1, 1, 1, 4), draw(1, 1, 1, 4, seed=1), before=10,
+        moment=Moment.DECODE,
+    )
+    kv.append(more)
+    found = method.attend(kv, more)[0, :, 0]
+    mean = torch.cat([value, more.value], 2)[0, 0].mean(0)
+    torch.testing.assert_close(found, torch.stack([value[0, 0, 2], mean]))
