@@ -48,7 +48,7 @@ class FusionRag(ReuseMethod):
     def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: known parts, the documents each behind the instruction and those most similar to it."""
         known, instruction = mixed.reuse.known, mixed.reuse.parts[0]
-        library = sorted(x for x in known if x != instruction)
+        library = sorted(x for x in known if x != instruction or x in mixed.reuse.parts[1:])
         embed = mixed.model.module.get_input_embeddings()
         means = [embed(mixed.ids.new_tensor(x)).float().mean(0) for x in library]
         for i, (start, part) in enumerate(mixed.parts):

@@ -307,6 +307,12 @@ def test_fusionrag_without_similar_documents_and_computation_is_concatenation_be
     assert distance(run(find_method("fusionrag")(ratio=0.0, similar=1)), plain) > 1e-3
 
 
+def test_fusionrag_takes_a_document_that_is_the_instruction_again():
+    """It is one of the documents then, and can be similar to others."""
+    logits = run(find_method("fusionrag")(), parts=(LEAD, LEAD, DOCUMENTS[0]), earlier=((LEAD, DOCUMENTS[0]),))
+    assert logits.isfinite().all()
+
+
 def test_fusionrag_takes_all_other_documents_where_there_are_fewer_similar_ones():
     """Two of three."""
     few, many = (run(find_method("fusionrag")(ratio=0.0, similar=x)) for x in (2, 9))
