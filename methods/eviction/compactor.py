@@ -59,7 +59,10 @@ class Compactor(BlockAttention):
             "blending: kvpress takes the share that is evicted; the paper calibrates it, and was not at hand.",
             "scaled: kvpress does not scale the logits; the paper was not at hand.",
         ),
-        limits=("It needs rotary embeddings that kvbench can invert.",),
+        limits=(
+            "It needs rotary embeddings that kvbench can invert.",
+            "Soft caps and learned sink logits of the model are not applied: this is not its own attention.",
+        ),
     )
 
     def minimum_entries(self) -> int:

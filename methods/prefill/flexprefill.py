@@ -58,6 +58,7 @@ class FlexPrefill(SparsePrefillMethod):
             ("Contexts of up to `least` tokens are computed whole, as in the authors' code, and those of twice as many "
             "nearly so: by default the method has no effect at 1,024 tokens. The curated run there has least=256, a "
             "quarter of the context, as 1,024 tokens are of the authors' shortest."),
+            "Blocks are chosen by logits without soft caps and learned sinks; the attention itself has them.",
             "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",
             "The context runs in one pass, whatever --chunk says.",
             ("The port in microsoft/MInference (fb56c91) hands the size of blocks to another parameter, "

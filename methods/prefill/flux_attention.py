@@ -156,6 +156,7 @@ class FluxAttention(SparsePrefillMethod):
             "Every entry is stored, so that memory does not shrink; a later turn keeps the decision of the context.",
             "A question that is asked after the context does not affect the decision.",
             "The routers' weights are not counted as bytes of the cache.",
+            "Training leaves out soft caps and learned sinks, so that it sees other attention in a model with them.",
             ("The authors' weights are read from their checkpoints, by the names in their code (routers with two "
             "outputs); no published file has been read yet, and it does not name its model."),
         ),

@@ -104,6 +104,7 @@ class FTP(Method):
             "The context runs in one pass, whatever --chunk says.",
             "A question that is asked later does not affect the choice.",
             "The router's weights are not counted as bytes of the cache.",
+            "Training leaves out soft caps and learned sinks, so that it sees other attention in a model with them.",
             "Stores are allocated for all tokens: room for those that skip a layer counts as spare bytes.",
         ),
     )

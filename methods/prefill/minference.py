@@ -78,6 +78,7 @@ class MInference(SparsePrefillMethod):
         ),
         unverified=("tokens: chosen so that calibration takes seconds.",),
         limits=(
+            "Blocks are chosen by logits without soft caps and learned sinks; the attention itself has them.",
             "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",
             "The context runs in one pass, whatever --chunk says.",
             ("The authors' search never returns two of the three patterns: minference/modules/minference_forward.py, "

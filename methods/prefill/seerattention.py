@@ -78,6 +78,7 @@ class SeerAttention(SparsePrefillMethod):
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             "The gates' weights are not counted as bytes of the cache.",
+            "Training leaves out soft caps and learned sinks, so that it sees other attention in a model with them.",
             ("The authors' weights (attn_gate_weights.pth, converted to safetensors, of gates Qavg_Kmaxminavg, as wide "
             "as a head) are read by the names in their code; no published file has been read yet, and it does not name "
             "its model."),

@@ -96,6 +96,7 @@ class Nosa(ReadingMethod):
         limits=(
             "It saves reads, not memory: every entry is stored, and the index in addition.",
             "The gates' weights are not counted as bytes of the cache; every entry's score is.",
+            "Training leaves out soft caps and learned sinks, so that it sees other attention in a model with them.",
             ("The authors' gates are part of whole models (openbmb/NOSA-8B): their folder is the model and the "
             "weights, which are read by the names in the authors' code; no published file has been read yet."),
         ),

@@ -102,6 +102,7 @@ class ReasonCache(Method):
         ),
         limits=(
             "It stores the full cache and the prefix: it saves demonstrations, not memory.",
+            "Training leaves out soft caps and learned sinks, so that it sees other attention in a model with them.",
             "A prefix serves the task and the format of answers that it was trained on, and may harm others.",
             "Models that learned their positions are refused: the prefix stands before them.",
         ),
