@@ -65,6 +65,7 @@ class KVzap(SharedBudgetMethod):
         ),
         limits=(
             "It is trained on the model before a run, which takes about two passes over `tokens` tokens of text.",
+            "The predictor's weights, a number per hidden channel and KV head, are not counted as bytes of the cache.",
             "The manual's text differs between versions of Python; the result records a hash of the predictor.",
             "All entries of all layers are stored until the last layer has been run.",
         ),

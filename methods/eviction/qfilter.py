@@ -50,7 +50,10 @@ class QFilter(ScoredMethod):
             "take the side of most queries."),
         ),
         unverified=("tokens: chosen so that calibration takes seconds; the authors take 3,000 samples.",),
-        limits=("The manual's text differs between versions of Python; the result records a hash of the directions.",),
+        limits=(
+            "The manual's text differs between versions of Python; the result records a hash of the directions.",
+            "The directions, a vector for each KV head, are not counted as bytes of the cache.",
+        ),
     )
 
     def bind(self, model: Model) -> Self:

@@ -64,6 +64,7 @@ class TriAttention(PeriodicMethod):
         limits=(
             "Up to `period` entries are stored above the budget between two evictions; end_bytes counts them.",
             "It needs rotary embeddings that kvbench can invert.",
+            "The centers, two vectors for each query head, are not counted as bytes of the cache.",
             "The manual's text differs between versions of Python; the result records a hash of the centers.",
         ),
     )
