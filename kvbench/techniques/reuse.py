@@ -29,6 +29,8 @@ LIMITS = (
     "The task must name the parts of its prompt; the suite `reuse` does.",
     "A part is reused if it was a part of an earlier prompt. All others are computed.",
     "One prompt at a time, in one pass whatever the chunk size; no sliding windows.",
+    ("The prompt's last token is always computed, and sees all before it. With a hidden question it may be the last of "
+    "a document, whose entry it replaces."),
     ("Stored keys are in the model's element type and before rotation: in 16 bits, taking the rotation off and putting "
     "it on again rounds twice."),
 )
