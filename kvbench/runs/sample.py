@@ -174,6 +174,8 @@ class _Questions:
         if self.compares:
             paused = now(job.model.device)
             forced = yield from force_answer_passes(talk, ids.answer, counts=ids.answer in ids.choices)
+            if not ids.choices:
+                forced = forced.cpu()  # a batch holds those of all its answers, which could take a GPU's memory
             timer.asked += now(job.model.device) - paused
         follows = job.spec.mode is Mode.MULTI_TURN and turn + 1 < len(self.limits)
         history = ids.answer if follows and job.spec.history == "reference" else None
