@@ -66,11 +66,12 @@ def draw_visibility(path: Path, results: Sequence[Result], title: str) -> None:
         "legend": {"orient": "top", "title": "question"},
     }
     facet = {"field": "task", "type": "nominal", "title": None, "sort": list(dict.fromkeys(task for task, *_ in shown))}
+    width = min(330, 1000 // len(facet["sort"]))
     path.write_bytes(vl_convert.vegalite_to_png({
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json", "data": {"values": values},
         "title": f"{title}: 25 % of the cache, or the method's own size",
         "facet": {"column": facet},
-        "spec": {"width": 330, "height": {"step": 13}, "encoding": {"y": y, "x": x}, "layer": [
+        "spec": {"width": width, "height": {"step": 13}, "encoding": {"y": y, "x": x}, "layer": [
             {"mark": {"type": "line", "color": "#bbbbbb"}, "encoding": {"detail": {"field": "method"}}},
             {"mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.9}, "encoding": {"color": color}},
         ]},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pages import RESULTS
@@ -73,6 +73,12 @@ def setting(result: Result) -> str:
     return result.budget.asked or (f"{'/'.join(bits)} bits" if bits else "-")
 
 
+def mean(result: Result) -> str:
+    """The mean score."""
+    assert result.score.mean is not None, result.run_id
+    return f"{result.score.mean:.2f}"
+
+
 def score(result: Result) -> str:
     """Mean and interval."""
     assert result.score.mean is not None, result.run_id
@@ -87,10 +93,13 @@ def find_full(runs: Sequence[FinishedRun]) -> FinishedRun:
     return full
 
 
-def mark_scores(runs: Sequence[FinishedRun], full: FinishedRun) -> dict[str, str]:
-    """Mean and interval of every run of a column, by run id: bold if not significantly different from the full cache's.
+def mark_scores(
+    runs: Sequence[FinishedRun], full: FinishedRun, write: Callable[[Result], str] = score
+) -> dict[str, str]:
+    """The score of every run of a column, by run id: bold if not significantly different from the full cache's.
 
     Italic if not significantly different from random eviction's; p-values are adjusted over the column.
+    write: how a score is written; as mean and interval by default.
     """
     marks = {x.result.run_id: "" for x in runs}
     (random,) = (x for x in runs if x.result.method.name == "random")
@@ -98,7 +107,18 @@ def mark_scores(runs: Sequence[FinishedRun], full: FinishedRun) -> dict[str, str
         for x in compare_runs(baseline, [x for x in runs if x not in (baseline, full)]):
             assert not x.too_few, x.run_id
             marks[x.run_id] += mark if x.within_noise else ""
-    return {x.result.run_id: f"{marks[x.result.run_id]}{score(x.result)}{marks[x.result.run_id]}" for x in runs}
+    return {x.result.run_id: f"{marks[x.result.run_id]}{write(x.result)}{marks[x.result.run_id]}" for x in runs}
+
+
+def mark_cells(
+    runs: Sequence[FinishedRun], cells: Sequence[Cell], write: Callable[[Result], str] = score
+) -> dict[str, str]:
+    """As `mark_scores`, for the runs of each cell that have a quarter of the cache or a fixed size."""
+    marked: dict[str, str] = {}
+    for cell in cells:
+        column = [x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)]
+        marked |= mark_scores(column, find_full(column), write)
+    return marked
 
 
 def group_cells(results: Sequence[Result], budget: str = QUARTER) -> dict[str, dict[Cell, Result]]:

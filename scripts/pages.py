@@ -5,13 +5,14 @@ A page has markers `<!-- begin NAME -->` and `<!-- end NAME -->`; only the text 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS, README = ROOT / "results", ROOT / "docs", ROOT / "README.md"
-MINI_PAGE, SMOLLM2_PAGE, QWEN_PAGE = (DOCS / f"results{x}.md" for x in ("", "-smollm2", "-qwen"))
+MINI_PAGE, SMOLLM2_PAGE, NEEDLES_PAGE, QWEN_PAGE = (
+    DOCS / f"results{x}.md" for x in ("", "-smollm2", "-smollm2-needles", "-qwen")
+)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,9 +24,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def fill(page: str, texts: Mapping[str, str]) -> str:
     """A page with new text between its markers, each of which it must have once."""
     for name, text in texts.items():
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        page, count = re.subn(f"{begin}.*?{end}", lambda _, t=f"{begin}{text}{end}": t, page, flags=re.DOTALL)
-        assert count == 1, name
+        before, begin, rest = page.partition(f"<!-- begin {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end {name} -->")
+        assert begin and end and begin not in after, name
+        page = before + begin + text + end + after
     return page
 
 

@@ -37,7 +37,9 @@ from curated import (
     find_full,
     group_cells,
     list_cells,
+    mark_cells,
     mark_scores,
+    mean,
     name_method,
     order_cell,
     ratio,
@@ -47,7 +49,7 @@ from curated import (
     score,
     setting,
 )
-from pages import MINI_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
+from pages import MINI_PAGE, NEEDLES_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
 
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
@@ -65,8 +67,9 @@ IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 
 
 def by_turn(result: Result) -> str:
     """The first turn, and the mean of those after it."""
-    first, *later = (x.mean for x in result.score.by_turn)
-    return f"{first:.2f}, then {fmean(later):.2f}"
+    means = [x.mean for x in result.score.by_turn if x.mean is not None]
+    assert len(means) == len(result.score.by_turn), result.run_id
+    return f"{means[0]:.2f}, then {fmean(means[1:]):.2f}"
 
 
 def page_table(results: Sequence[Result]) -> str:
@@ -104,10 +107,7 @@ def real_table(runs: Sequence[FinishedRun], names: Sequence[str] | None = None) 
     """One line per method of a real model, one column per cell that methods share; with names, these in their order."""
     groups = group_cells([x.result for x in runs])
     columns = list_cells(groups)
-    marked: dict[str, str] = {}
-    for cell in columns:
-        column = [x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)]
-        marked |= mark_scores(column, find_full(column))
+    marked = mark_cells(runs, columns)
     titles = [f"question {x[2]}" if len({y[0] for y in columns}) == 1 else f"{x[0]}, {x[2]}" for x in columns]
     shown = []
     for name in names or groups:
@@ -117,6 +117,18 @@ def real_table(runs: Sequence[FinishedRun], names: Sequence[str] | None = None) 
         scores = (marked[cells[x].run_id] if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
     return table(("method", "stored", "read", *titles, "top-1"), shown)
+
+
+def needle_table(runs: Sequence[FinishedRun]) -> str:
+    """Mean accuracy of every method by task and visibility, with a quarter of the cache or at its fixed size."""
+    groups = group_cells([x.result for x in runs])
+    columns = list_cells(groups)
+    marked = mark_cells(runs, columns, mean)
+    rows = [
+        (name, *(marked[cells[x].run_id] if x in cells else "not run" for x in columns))
+        for name, cells in groups.items()
+    ]
+    return table(("method", *(f"{task}, {seen}" for task, _, seen in columns)), rows)
 
 
 def condition_table(runs: Sequence[FinishedRun]) -> str:
@@ -285,17 +297,21 @@ def make_texts() -> dict[Path, dict[str, str]]:
     """The text between the markers of each file."""
     smollm2 = read_runs(SMOLLM2)
     mini, tasks, text = map(read_results, (MINI, SMOLLM2_TASKS, TEXT))
-    four, one = ([x for x in smollm2 if x.result.task.name == name] for name in (NEEDLES, "niah_single_2"))
+    tables: dict[str, list[FinishedRun]] = {}
+    for x in smollm2:
+        tables.setdefault(x.result.task.name, []).append(x)
+    four = tables.pop(NEEDLES)
     hidden, visible = ([x for x in four if x.result.visibility == seen] for seen in ("hidden", "visible"))
     return {
         README: {"table": real_table(four, IN_README)},
         MINI_PAGE: {"source": describe(mini), "quarter": mini_table(mini), "tables": all_tables(mini)},
         SMOLLM2_PAGE: {
             "source": describe_real(read_results(SMOLLM2), text), "methods": real_table(hidden),
-            "conditions": condition_table(four) + power_note(visible), "single": condition_table(one),
+            "conditions": condition_table(four) + power_note(visible),
             "text": text_table(text) + compare_text(text, [x.result for x in hidden]), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
+        NEEDLES_PAGE: {"overview": needle_table(smollm2)} | {name: condition_table(x) for name, x in tables.items()},
         QWEN_PAGE: {"source": describe_real(read_results(QWEN)), "methods": real_table(read_runs(QWEN))},
     }
 
