@@ -81,10 +81,9 @@ def mean(result: Result) -> str:
 
 def score(result: Result) -> str:
     """Mean and interval."""
-    assert result.score.mean is not None, result.run_id
     assert result.score.ci95 is not None, result.run_id
     low, high = result.score.ci95
-    return f"{result.score.mean:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{mean(result)} [{low:.2f}, {high:.2f}]"
 
 
 def find_full(runs: Sequence[FinishedRun]) -> FinishedRun:
