@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
+T = TypeVar("T")
+EVERY = 20.0
+"""Seconds between two lines of `say_progress`."""
 _label: ContextVar[str] = ContextVar("label", default="")
 
 
@@ -37,3 +42,13 @@ def labeling(name: str) -> Iterator[None]:
 def say_once(message: str) -> None:
     """Print one line to the log unless this process has: the cells of a sweep would repeat it."""
     say(message)
+
+
+def say_progress(parts: Iterable[T], describe: Callable[[int], str]) -> Iterator[T]:
+    """The same parts; now and then a line says how many are done. describe: the text of that number."""
+    said = time.monotonic()
+    for number, part in enumerate(parts):
+        if number and time.monotonic() - said >= EVERY:
+            said = time.monotonic()
+            say(describe(number))
+        yield part

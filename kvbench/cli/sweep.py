@@ -127,9 +127,11 @@ def _print(reports: list[CellReport]) -> None:
 def show_prediction(cells: list[SweepCell], workers: int, *, share: bool = False, as_json: bool) -> int:
     """Print the predicted time of every cell; exit code 1 if a cell cannot run. share: as in `run_cells`."""
     from kvbench.analysis.formatting import print_table
+    from kvbench.log import say_progress
     from kvbench.sweep.predict import predict
 
-    found = list(predict(_place(cells)))
+    predictions = say_progress(predict(_place(cells)), lambda number: f"predicted {number} of {len(cells)} cells")
+    found = list(predictions)
     rows = []
     for x in found:
         shown = "finished" if x.missing == 0 else "-" if x.seconds is None else f"{x.seconds:.0f} s"

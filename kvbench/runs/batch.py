@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ from kvbench.engine.passes import finish, merge
 from kvbench.engine.recording import InexactPrefillError
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf import attached
-from kvbench.log import say
+from kvbench.log import say, say_progress
 from kvbench.machine import ram_bytes
 from kvbench.runs.journal import BatchLine, Line
 from kvbench.runs.lines import SampleFailedError, stop_if_lost
@@ -37,9 +37,6 @@ MOST_AUTO = 64
 SHARE_OF_MEMORY = 0.5
 """The share of the memory left by the weights that the predicted caches of a batch may take."""
 GB = 1e9
-EVERY = 20.0
-"""Seconds between lines on the prefills of a batch."""
-T = TypeVar("T")
 Made = tuple[int, Example, Encoded]
 
 
@@ -109,7 +106,8 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
     try:
         with attached(job.model.module):  # until the last session is closed, in whatever order
             parts = (converse(job, *x, shared, width=questions) for x in group)
-            return finish(merge(_say_prefills(parts, len(group)), len(group)))
+            told = say_progress(parts, lambda number: f"prefilled {number} of {len(group)} contexts")
+            return finish(merge(told, len(group)))
     except InexactPrefillError as error:
         assert shared is not None
         shared.refuse(job.spec, str(error))
@@ -122,16 +120,6 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
         shared.retract(job.spec)
     gc.collect()
     return None
-
-
-def _say_prefills(parts: Iterator[T], count: int) -> Iterator[T]:
-    """The same parts; now and then a line says how many have been run, since no sample is finished before all are."""
-    said = time.monotonic()
-    for number, part in enumerate(parts):
-        if number and time.monotonic() - said >= EVERY:
-            said = time.monotonic()
-            say(f"prefilled {number} of {count} contexts")
-        yield part
 
 
 def run_one(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvbench import log
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
@@ -222,7 +223,7 @@ def test_an_answer_that_fails_alone_is_not_compared(model_folder, tmp_path, monk
 
 def test_a_batch_says_how_many_contexts_it_has_prefilled(model_folder, tmp_path, monkeypatch, capsys):
     """No sample is finished before all of its batch are: there are lines until then, here after each context."""
-    monkeypatch.setattr(batching, "EVERY", 0.0)
+    monkeypatch.setattr(log, "EVERY", 0.0)
     make_lines(make_request(model_folder, tmp_path, batch="3"))
     said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("prefilled")]
     assert said == ["prefilled 1 of 3 contexts", "prefilled 2 of 3 contexts"]

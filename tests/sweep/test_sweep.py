@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvbench import log
 from kvbench.errors import InterruptionError, UserError
 from kvbench.kernels import choice
 from kvbench.log import say_once
@@ -407,6 +408,14 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     last = kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--share-prefill", "--json")
     assert last.json[0]["missing"] == 3
     assert "each method with its own prefill" in last.out
+
+
+def test_a_dry_run_says_how_many_cells_it_has_predicted(kvbench, sweep, monkeypatch):
+    """Preparing a thousand cells takes minutes: there are lines until the table, here after each cell."""
+    monkeypatch.setattr(log, "EVERY", 0.0)
+    answer = kvbench("sweep", sweep(f'{LAST_GRID}budget = ["10%", "20%", "30%"]\n'), "--dry-run")
+    said = [x for x in answer.err.splitlines() if x.startswith("predicted")]
+    assert said == ["predicted 1 of 3 cells", "predicted 2 of 3 cells"]
 
 
 def test_a_dry_run_times_the_kernels_of_its_cells(sweep, monkeypatch):
