@@ -149,7 +149,15 @@ def format_score(result: Result) -> str:
         return f"{metric.write(score.mean)}  {interval}  {metric.title}"
     if score.partial_mean is not None:
         return f"none: {result.n_failed} samples failed (mean of the others {metric.write(score.partial_mean)})"
-    return "none: random weights" if result.n_failed == 0 else "none: every sample failed"
+    return f"none: {explain_no_score(result)}"
+
+
+def explain_no_score(result: Result) -> str:
+    """The reason why none of a run's answers has a score."""
+    if result.n_failed == result.n_samples:
+        return "every sample failed"
+    random = result.model.id.startswith("random:")
+    return "random weights" if random else f"scorer {result.task.scorer} applies to no answer"
 
 
 def format_bytes(count: float) -> str:

@@ -44,7 +44,8 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
         The record and the path it was written to, `scores/<scorer>.json`.
 
     Raises:
-        UserError: no such run, task or scorer; no predictions; or facts that the scorer needs are missing.
+        UserError: no such run, task or scorer; no predictions, or none that the scorer applies to; or facts that the
+            scorer needs are missing.
     """
     spec = read_file(folder / "spec.json", RunSpec)
     if spec.model.id.startswith("random:"):
@@ -78,12 +79,19 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
             )
         return scorer(line.prediction, line.references, facts)
 
-    score = score_lines(scorer, lines, judge)
     failed = {x.index for x in lines if x.error is not None}
+    values = {(x.index, x.turn): judge(x) for x in lines if x.index not in failed}
+    scored = {index for (index, _), value in values.items() if value is not None}
+    if values and not scored:
+        raise UserError(
+            f"scorer {scorer.id} applies to no answer of run {folder}. Give another --scorer; `kvbench show "
+            f"{task.name}` lists them."
+        )
+    score = score_lines(scorer, lines, lambda x: values[x.index, x.turn])
     path = folder / "scores" / f"{re.sub(r'[^A-Za-z0-9_.@+-]+', '-', scorer.id)}.json"
     record = Rescored(
         run_id=spec.run_id, task=task.name, task_version=task.version, scorer=scorer.id, n_samples=spec.samples,
-        n_scored=len({x.index for x in lines} - failed), score=score,
+        n_scored=len(scored), score=score,
     )
     with saving(path):
         path.parent.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from html import escape
 
 from kvbench.analysis.columns import find_columns, flatten, write_csv
 from kvbench.analysis.doubts import find_strict, group_doubts
-from kvbench.analysis.formatting import format_p
+from kvbench.analysis.formatting import explain_no_score, format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.analysis.significance import ALPHA, UNADJUSTED
@@ -183,7 +183,7 @@ def list_cells(entry: GroupedRun) -> list[TableCell]:
     metric = Metric.of(score)
     shown = NONE if score.mean is None else TableCell(metric.write(score.mean), metric.scale(score.mean))
     if not entry.measured:
-        shown = TableCell(result.error or "random weights have no score", kind="text failed")
+        shown = TableCell(result.error or f"no score: {explain_no_score(result)}", kind="text failed")
     p, mean, ends, verdict = None, None, None, ""
     if difference is not None:
         p, mean, ends = difference.p_adjusted, difference.mean, difference.ci95

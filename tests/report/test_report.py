@@ -357,6 +357,8 @@ def test_a_row_shows_its_result(groups):
     assert [x.text for x in list_row(failed)][:8] == [
         "-", "x", entry.result.method.family, "out of memory", "-", "-", "-", "-"
     ]
+    none = list_row(edit(entry, score__mean=None, score__ci95=None))
+    assert none[heads.index("score")].text == f"no score: scorer {entry.result.task.scorer} applies to no answer"
 
 
 def test_tables_are_escaped_and_sort_by_number():

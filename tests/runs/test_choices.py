@@ -252,6 +252,29 @@ def test_rescoring_has_the_facts_that_scoring_had(toys, kvbench, name, scorer):
     assert again.json["score"]["mean"] == answer.json["scores"][scorer]
 
 
+def test_a_scorer_that_applies_to_no_answer_gives_no_score(toys, kvbench):
+    """The reason is named, in a run and after it, and is neither random weights nor a failed sample."""
+    answer, _, folder = toys("Mixed", "--scorer", "letters@1")
+    assert (answer.code, answer.json["score"]["mean"], answer.json["n_scored"]) == (0, None, 0)
+    assert re.search(r"score\W+none: scorer letters@1 applies to no answer", answer.out)
+    again = kvbench("score", folder, "--task", f"{TOYS}:Mixed")
+    assert (again.code, "scorer letters@1 applies to no answer of run" in again.err) == (2, True)
+    assert not (folder / "scores").exists()
+
+
+def test_rescoring_counts_the_contexts_that_have_a_score(toys, kvbench):
+    """As in the result of a run: a context without a turn that the scorer applies to does not count."""
+    _, _, folder = toys("Mixed", *REFERENCE)
+    path = folder / "samples.jsonl"
+    lines = [json.loads(x) for x in path.read_text().splitlines()]
+    for line in lines:
+        if line["index"] == 0:
+            line["facts"]["kind"] = "other"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    again = kvbench("score", folder, "--scorer", "letters@1", "--task", f"{TOYS}:Mixed", "--json")
+    assert (again.json["n_scored"], again.json["n_samples"]) == (3, 4)
+
+
 def test_rescoring_a_journal_without_facts_is_refused(toys, kvbench):
     """One line, exit code 2, and nothing is written."""
     _, _, folder = toys("Weighed")
