@@ -172,9 +172,11 @@ def find_scoring_fault(task: type[CustomTask], turn: TurnRecord) -> str | None:
     scorer, references = task.scorers[0], turn.references or [turn.answer.strip()]
     right = {x.strip() for x in (turn.answer, *references)}
     try:
-        most = scorer(turn.answer, references, {}) or 0.0
+        most = scorer(turn.answer, references, {})
     except (ValueError, IndexError, ZeroDivisionError) as error:
         return f"scorer {scorer.id} cannot score the reference answer {turn.answer!r} ({error})"
+    if most is None:
+        return f"scorer {scorer.id} cannot score the reference answer {turn.answer!r} (it does not apply to it)"
     for choice in turn.choices:
         found = scorer(choice, references, {})
         if choice.strip() not in right and found and found >= most:

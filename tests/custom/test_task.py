@@ -367,6 +367,17 @@ def test_an_answer_that_the_scorer_cannot_score_is_refused(kvbench, write, model
     assert answer.code == 1
 
 
+def test_an_answer_that_the_scorer_does_not_apply_to_is_refused(write):
+    """A list of words has no strict score, so the turn would have none, whatever the model answers."""
+    colors = {"id": "a", "context": "c" * 30, "turns": [
+        {"question": "q", "answer": " red and blue", "references": ["red", "blue"]}
+    ]}
+    message = "turn 0: scorer string-match-all-strict@1 cannot score the reference answer ' red and blue' (it does not"
+    with pytest.raises(UserError, match=re.escape(message)):
+        read(write([colors], scorer="string-match-all-strict@1"))
+    assert read(write([colors], scorer="string-match-all@1")).scorers[1].id == "string-match-all-strict@1"
+
+
 def test_a_mode_that_the_table_does_not_name_is_refused(kvbench, arguments, write):
     arguments[arguments.index("--task") + 1] = str(write(modes=["single"]))
     answer = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
