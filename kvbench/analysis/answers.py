@@ -111,7 +111,7 @@ def choose(answers: CommonQuestions, *, wrong: bool, sample: str | None) -> list
     Args:
         answers: of one or two runs.
         wrong: those with a wrong answer only.
-        sample: the id or the number of one sample; None: all.
+        sample: the id of one sample, or its number if no sample has this id; None: all.
 
     Raises:
         UserError: the metric has no right and wrong answers, or there is no such sample.
@@ -120,7 +120,8 @@ def choose(answers: CommonQuestions, *, wrong: bool, sample: str | None) -> list
         raise UserError(
             "the metric of this run has no full score, so answers are not right or wrong. Leave --wrong out."
         )
-    found = [x for x in answers.asked if sample is None or sample in (x.sample, str(x.index))]
+    named = [x for x in answers.asked if sample is None or sample == x.sample]
+    found = named or [x for x in answers.asked if sample == str(x.index)]  # ids of one's own may be numbers, too
     if not found:
         known = {x.index: x.sample for x in answers.asked}
         raise UserError(

@@ -63,6 +63,16 @@ def test_wrong_answers_and_one_sample(kvbench, two):
         assert one == every[2]
 
 
+def test_an_id_that_is_a_number_names_its_own_sample(kvbench, two):
+    """And not also the one that has this number in the run."""
+    journal = two[0] / "samples.jsonl"
+    lines = [json.loads(x) for x in journal.read_text().splitlines()]
+    journal.write_text("".join(f"{json.dumps({**x, 'sample': str(x['index'] + 1)})}\n" for x in lines))
+    for name, number in (("1", 0), ("0", 0)):
+        answers = kvbench("answers", two[0], "--sample", name, "--json").json["answers"]
+        assert {x["index"] for x in answers} == {number}
+
+
 def test_no_wrong_answer_is_no_fault_of_the_journal(kvbench, tmp_path):
     """A run of this version without wrong answers shows none, and does not blame kvbench 0.1."""
     folder = tmp_path / "run"
