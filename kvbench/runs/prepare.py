@@ -39,7 +39,7 @@ from kvbench.runs.spec import (
 )
 from kvbench.settings import jsonable_settings
 from kvbench.task import encode, find_frame, prompt_tokens
-from kvbench.text.template import Frame, find_bos
+from kvbench.text.template import Frame, find_bos, refuse_ending
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -72,6 +72,7 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     check_kernels_dtype(request.kernels, device, model.dtype)
     resolved = replace(resolved, generation=resolve_generation(resolved, model))
     tokenizer, frame = find_frame(resolved.task, model.tokenizer, resolved.template)
+    refuse_ending(tokenizer, frame)
     loaded, model = model, replace(model, tokenizer=tokenizer)
     _check_length(resolved, model)
     spec = _resolve_spec(resolved, model, frame)

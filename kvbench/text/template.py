@@ -85,3 +85,18 @@ def find_bos(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> Literal["token
         return "none"
     ids = tokenizer(f"{frame.head}x", add_special_tokens=frame.special).input_ids
     return "none" if ids[:1] != [token] else "tokenizer" if frame.special else "template"
+
+
+def refuse_ending(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> None:
+    """Refuse a tokenizer that puts a token after every text: it would stand between context and question.
+
+    Raises:
+        UserError: it does, and there is no chat template to take its special tokens from.
+    """
+    plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, frame.special))
+    if whole[-1:] != plain[-1:]:
+        raise UserError(
+            f"the model's tokenizer puts {tokenizer.decode(whole[-1:])!r} after every text, so the context would end "
+            "with it before the question. Set add_eos_token to false in its tokenizer_config.json, correct the "
+            "post_processor in its tokenizer.json, or use its chat template, if it has one."
+        )

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from kvbench.errors import UserError
 from kvbench.hf import load_model
 from kvbench.registry import find_task
 from kvbench.runs.examples import make_examples
@@ -139,6 +140,18 @@ def test_without_a_template_there_is_nothing_to_leave_out(job_of, model_folder):
     """It is the same run."""
     plain = load_model(str(model_folder))
     assert job_of(plain, template="none").spec.run_id == job_of(plain).spec.run_id
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused_without_a_template(model, job_of):
+    """The context would end in a stop token before the question; a chat template says itself what it adds."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<end> $A <end>", special_tokens=[("<end>", 0)]
+    )
+    ending = replace(model, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="the model's tokenizer puts '<end>' after every text"):
+        job_of(ending, template="none")
+    assert shown(job_of(ending)) == shown(job_of())
 
 
 @pytest.mark.parametrize("template", ["own", "none"])
