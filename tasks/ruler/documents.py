@@ -130,9 +130,9 @@ def _join(title: str, sentences: list[str]) -> str:
 def _read(path: str, adapter: TypeAdapter[T], whose: str, form: str) -> tuple[T, str]:
     """Read and validate a JSON file; return its content and its hash."""
     try:
-        if (size := Path(path).stat().st_size) > LARGEST:
+        if (size := Path(path).expanduser().stat().st_size) > LARGEST:
             raise UserError(f"data '{path}' has {size / 1e9:.1f} GB, too much for {whose} dev set. Check the path.")
-        data = Path(path).read_bytes()
+        data = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise UserError(f"data '{path}' cannot be read: {error.strerror}. Give the path of {whose} dev set.") from error
     try:

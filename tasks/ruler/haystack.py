@@ -169,7 +169,7 @@ def read_sentences(path: str) -> tuple[tuple[str, ...], str]:
         UserError: the file cannot be read or is too short.
     """
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).expanduser().read_bytes()
         text = " ".join(data.decode("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"

@@ -53,7 +53,7 @@ STEPS = 32
 def read_words(path: str) -> tuple[tuple[str, ...], str]:
     """Read the words of RULER's english_words.json, a JSON object of words by number, and the file's hash."""
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).expanduser().read_bytes()
         found = json.loads(data)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"english_words '{path}' cannot be read: {error}. Give RULER's english_words.json.") from error

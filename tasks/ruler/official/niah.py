@@ -105,7 +105,7 @@ def find_pairs() -> Pairs:
 def read_essays(path: str) -> tuple[tuple[str, ...], str]:
     """Read the words of the essays and the file's hash, from JSON `{"text": ...}` or plain text."""
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).expanduser().read_bytes()
         text = data.decode()
         found = json.loads(text)["text"] if path.endswith(".json") else text
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.task import Mode, Split
+from kvbench.tasks.ruler.documents import read_squad
+from kvbench.tasks.ruler.haystack import read_sentences
 from kvbench.tasks.ruler.official import niah
-from kvbench.tasks.ruler.official.counts import OfficialCwe, OfficialFwe
+from kvbench.tasks.ruler.official.counts import OfficialCwe, OfficialFwe, read_words
 from kvbench.tasks.ruler.official.niah import OfficialNiah, Pairs
 from kvbench.tasks.ruler.official.qa import OfficialQa
 from kvbench.tasks.ruler.official.script import Run, find_size, guess_high
@@ -241,6 +243,17 @@ def test_essays_are_json_or_plain_text(tmp_path):
     (tmp_path / "a.txt").write_text("One  two.\nThree")
     words = [niah.read_essays(str(tmp_path / x))[0] for x in ("a.json", "a.txt")]
     assert words == [("One", "two.", "Three")] * 2
+
+
+@pytest.mark.parametrize("read", [niah.read_essays, read_words, read_sentences, read_squad])
+def test_a_path_may_begin_at_the_home_folder(tmp_path, monkeypatch, read):
+    """As those of other data: a sweep file, or a shell other than bash, leaves the tilde to kvbench."""
+    paragraph = {"context": "c", "qas": [{"question": "q", "is_impossible": False, "answers": [{"text": "c"}]}]}
+    (tmp_path / "data.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    (tmp_path / "words.json").write_text(json.dumps({"0": "word", "text": "One two. " * 200}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = "data.json" if read is read_squad else "words.json"
+    assert read(f"~/{name}") == read(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"0": 3}', b'{"0": "word"}'])
