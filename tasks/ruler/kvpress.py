@@ -63,7 +63,9 @@ class KvpressRuler(DatasetTask):
     name: ClassVar[str] = "ruler-kvpress"
     version: ClassVar[str] = "1"
     suite: ClassVar[str] = "ruler"
-    summary: ClassVar[str] = "RULER's samples as kvpress has them, of one task or all: --task-set task=vt tokens=4096"
+    summary: ClassVar[str] = (
+        "RULER's samples as kvpress has them, of one task or all: --task-set task=vt --task-set tokens=4096"
+    )
     needs: ClassVar[str | None] = "kvpress's data, a larger model"
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
     scorers: ClassVar[tuple[Scorer, ...]] = (

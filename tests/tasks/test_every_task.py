@@ -95,6 +95,14 @@ def test_prose_keeps_out_of_the_needles_way():
     assert len(set(text)) > 2800
 
 
+def test_settings_in_a_summary_are_options_to_copy():
+    """`--task-set` takes one setting and is repeated for the next one."""
+    summaries = [x.load().summary for x in list_entries("task")]
+    found = [words for x in summaries for words in re.findall(r"--task-set ((?:\w+=\S+ ?)+)", x)]
+    assert found
+    assert [x for x in found if x.count("=") > 1] == []
+
+
 def test_tasks_do_not_load_torch():
     """Listing tasks stays quick: their modules import neither torch nor transformers."""
     code = (

@@ -35,7 +35,7 @@ class OfficialQa(OfficialTask):
     data: str = ""
 
     name: ClassVar[str] = "ruler-official-qa"
-    summary: ClassVar[str] = "RULER's own samples of qa_1 and qa_2: --task-set task=qa_1 data=PATH"
+    summary: ClassVar[str] = "RULER's own samples of qa_1 and qa_2: --task-set task=qa_1 --task-set data=PATH"
     needs: ClassVar[str | None] = "SQuAD's or HotpotQA's file, a larger model"
     scorers: ClassVar[tuple[Scorer, ...]] = (STRING_MATCH_PART, STRICT_PART)
     joint: ClassVar[str] = "\n\n"
