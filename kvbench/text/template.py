@@ -47,7 +47,7 @@ class Frame:
         """Cut the tokenizer's chat template with markers; without a template, return `plain`.
 
         Raises:
-            UserError: the template fails, or does something that its sandbox forbids.
+            UserError: the template fails, does something that its sandbox forbids, or leaves out a message's text.
         """
         template = tokenizer.chat_template
         if template is None:
@@ -67,7 +67,12 @@ class Frame:
                     "template in its tokenizer_config.json or chat_template.jinja."
                 ) from error
 
-        head, _, tail = render(user).partition(user)
+        head, found, tail = render(user).partition(user)
+        if not found:  # templates of models with images may write a list of parts, and nothing of a text
+            raise UserError(
+                "the model's chat template leaves out the text of a message. Use --template none, or correct the "
+                "template in its tokenizer_config.json or chat_template.jinja."
+            )
         talk = render(user, assistant, again)
         before, _, after = talk.partition(assistant)
         header, middle = before.partition(user)[2], after.partition(again)[0]

@@ -256,3 +256,13 @@ def test_a_template_that_fails_or_is_stopped_is_refused(chat_mini, tmp_path, kvb
     answer = kvbench("run", "--method", "full", "--task", "niah", "--model", folder, "--length", 300, "--samples", 1)
     assert answer.code == 2
     assert "chat template cannot be rendered" in answer.err and reason in answer.err, answer.err
+
+
+def test_a_template_that_leaves_out_the_text_is_refused(model):
+    """Some write lists of texts and images only; the prompt would stand behind the assistant's header."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = CHAT.replace(
+        "{{ x.content }}", "{% for y in x.content %}{% if y.type == 'text' %}{{ y.text }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="leaves out the text of a message"):
+        Frame.of(tokenizer)
