@@ -15,7 +15,7 @@ import numpy as np
 from kvbench.analysis.compare import find_alike, is_full
 from kvbench.analysis.load import FinishedRun
 from kvbench.runs.results import Result
-from kvbench.runs.stats import CONFIDENCE
+from kvbench.runs.stats import CONFIDENCE, draw_clusters
 
 DRAWS = 10_000
 SEED = 20260730
@@ -72,7 +72,7 @@ def _recover(run: FinishedRun, floor: FinishedRun, full: FinishedRun) -> Recover
     ])  # [contexts, 4]
     ours, lower, upper = sums[:, :3].sum(0) / sums[:, 3].sum()
     gap = float(upper - lower)
-    drawn = sums[np.random.default_rng(SEED).integers(0, len(sums), (DRAWS, len(sums)))].sum(1)  # [draws, 4]
+    drawn = np.concatenate([sums[x].sum(1) for x in draw_clusters(len(sums), DRAWS, SEED)])  # [draws, 4]
     gaps = drawn[:, 2] - drawn[:, 1]
     ends = None
     if gaps.min() > 0:

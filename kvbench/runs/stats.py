@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvbench.runs.results import IntervalMethod
 
 DRAWS = 2000
 """Bootstrap resamples."""
+DRAWN_AT_ONCE = 4_000_000
+"""Most clusters that are drawn at once: all draws of tens of thousands of contexts would take gigabytes."""
 CONFIDENCE = 0.95
 
 INTERVAL: IntervalMethod = "exact"
@@ -67,9 +71,17 @@ def bootstrap_interval(clusters: Sequence[Sequence[float]], seed: int = 0) -> tu
 def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Percentile bootstrap 95 % interval of the ratio of two totals, whole clusters resampled."""
     above, below = np.array(sums, dtype=float), np.array(counts, dtype=float)
-    drawn = np.random.default_rng(seed).integers(0, len(sums), size=(DRAWS, len(sums)))
-    low, high = np.percentile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), [2.5, 97.5])
+    ratios = [above[x].sum(axis=1) / below[x].sum(axis=1) for x in draw_clusters(len(sums), DRAWS, seed)]
+    low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
     return float(low), float(high)
+
+
+def draw_clusters(n: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """The resamples of a bootstrap, some at a time: indices of `n` clusters [draws, n], whatever the number at once."""
+    rng = np.random.default_rng(seed)
+    most = max(1, DRAWN_AT_ONCE // max(1, n))
+    for start in range(0, draws, most):
+        yield rng.integers(0, n, size=(min(most, draws - start), n))
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

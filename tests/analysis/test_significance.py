@@ -15,6 +15,7 @@ from scipy.stats import binomtest, bootstrap, false_discovery_control, permutati
 from kvbench.analysis import significance
 from kvbench.analysis.power import find_detectable, find_detectable_between
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
+from kvbench.runs import stats
 from kvbench.runs.stats import bootstrap_interval, find_interval
 
 scores = st.floats(0, 1, allow_nan=False, width=32)
@@ -46,6 +47,19 @@ def test_an_interval_contains_the_mean(clusters):
     assert low - 1e-6 <= high
     assert min(map(min, clusters)) - 1e-6 <= low <= mean + 1e-6
     assert mean - 1e-6 <= high <= max(map(max, clusters)) + 1e-6
+
+
+def test_draws_of_many_contexts_take_little_memory(monkeypatch):
+    """Some at a time, and the same ones as all at once."""
+    rng = np.random.default_rng(0)
+    clusters = [[x] for x in rng.random(5000).tolist()]
+    tracemalloc.start()
+    found = bootstrap_interval(clusters)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 120e6
+    monkeypatch.setattr(stats, "DRAWN_AT_ONCE", stats.DRAWS * len(clusters))
+    assert bootstrap_interval(clusters) == found
 
 
 def test_turns_of_a_context_are_drawn_together():
