@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ MANY = 40
 With fewer contexts it has less, and its power is simulated."""
 DRAWS = 200
 """Simulated pairs of runs."""
+REACH = 10
+"""Standard deviations around the expected number of questions on which two methods differ; others have no weight."""
 COARSE, FINE = 0.005, 1e-4
 """Precision of a difference from simulated and from exact power."""
 SIZES = 4
@@ -135,13 +138,15 @@ def _power(n: int, only_first: float, only_second: float) -> float:
     from scipy.special import bdtr, bdtrik  # type: ignore[import-untyped]  # as scipy.stats.binom, in half the time
 
     unequal = only_first + only_second
-    if n < FEWEST or not unequal:
+    middle, reach = n * unequal, REACH * (1 + math.sqrt(n * unequal * max(0.0, 1 - unequal)))
+    least, most = max(FEWEST, math.floor(middle - reach)), min(n, math.ceil(middle + reach))
+    if least > most or not unequal:
         return 0.0
-    k = np.arange(FEWEST, n + 1)  # questions on which the methods differ
+    k = np.arange(least, most + 1)  # questions on which the methods differ
     critical = np.floor(bdtrik(ALPHA / 2, k, 0.5))  # the largest count of one method's wins that is significant
     share = only_second / unequal
     found = bdtr(critical, k, share) + bdtr(critical, k, 1 - share)
-    chance = np.diff(bdtr(np.arange(FEWEST - 1, n + 1), n, unequal))
+    chance = np.diff(bdtr(np.arange(least - 1, most + 1), n, unequal))
     return float((chance * found).sum())
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 from scipy.stats import binomtest, bootstrap, false_discovery_control, permutation_test
 
 from kvbench.analysis import significance
@@ -377,6 +378,16 @@ def test_the_difference_detectable_between_two_methods_has_the_stated_power():
         differences = (side < (unequal + x) / 2).astype(float) - (side > 1 - (unequal - x) / 2)
         found = np.mean([flip_signs(list(d)) < ALPHA for d in differences])
         assert found == pytest.approx(0.8, abs=0.04)
+
+
+def test_the_power_of_many_questions_takes_few_sums(monkeypatch):
+    """Only numbers of unequal answers that occur; a run of ten thousand waited for a line that it prints first."""
+    asked = []
+    inverse = special.bdtrik
+    monkeypatch.setattr(special, "bdtrik", lambda p, k, share: asked.append(len(k)) or inverse(p, k, share))
+    found = find_detectable(10_000)
+    assert max(asked) < 2500
+    assert found == pytest.approx(math.sqrt(0.5 / 10_000) * (1.96 + 0.8416), rel=0.03)  # of a normal distribution
 
 
 def test_answers_that_hardly_differ_hide_no_detectable_difference():
