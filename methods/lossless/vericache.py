@@ -82,7 +82,7 @@ class VeriCache(VerifiedOnHost):
         name = f"{inner.card.name}+{cls.card.name}"
         if inner.card.models != "autoregressive":
             raise UserError(f"{name} makes no sense: {inner.card.name} works on diffusion models.")
-        if inner.card.budget is BudgetKind.NONE:
+        if inner.card.budget in (BudgetKind.NONE, BudgetKind.PROMPT):
             raise UserError(f"{name} makes no sense: {inner.card.name} stores every entry, and drafts nothing faster.")
         if inner.prepares_questions:
             raise UserError(f"{name} makes no sense: {inner.card.name} loads another cache for every question.")

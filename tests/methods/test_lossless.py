@@ -21,7 +21,7 @@ from kvbench.store.entries import storage_bytes
 from kvbench.store.hierarchical import HierarchicalKV, lower_half
 from tests.methods.conftest import AUTOREGRESSIVE
 
-STORE_ALL = [x for x in AUTOREGRESSIVE if find_method(x).card.budget is BudgetKind.NONE]
+STORE_ALL = [x for x in AUTOREGRESSIVE if find_method(x).card.budget in (BudgetKind.NONE, BudgetKind.PROMPT)]
 ALONE = [*STORE_ALL, "epicache", "ftp", "longspec", "magicdec", "prompt-lookup", "quantspec", "triforce", "vericache"]
 DRAFTERS = [x for x in AUTOREGRESSIVE if x not in ALONE]
 FAST = ("snapkv", "random")
