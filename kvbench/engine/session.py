@@ -199,7 +199,8 @@ class Session(Stores):
         self.answer_ended = now(self.model.device)
         self.check_logits()
         last = [[x for x in ids[-1:] if x not in stop] for ids in tokens.ids]
-        if len({len(x) for x in last}) > 1:
+        # Also where both stopped, but not at once: the earlier one has run on behind its stop token.
+        if len({(len(ids), len(x)) for ids, x in zip(tokens.ids, last, strict=True)}) > 1:
             raise UserError("sequences of one batch ended differently: own history needs batch 1.")
         self.pending = last if last[0] else []
         self.ledger.note_layers()

@@ -297,6 +297,19 @@ def test_a_batch_that_ends_differently_has_no_history_of_its_own():
             session.ask(FIRST, 3, stop=frozenset({stop}))
 
 
+def test_a_batch_that_stops_one_after_the_other_has_no_history_of_its_own():
+    """Where one sequence stopped before the other, it has entries of tokens behind its answer."""
+    model = tiny_model()
+    contexts = [CONTEXT, ids(40, 11)]
+    first, second = (plain_answer(model, context + FIRST, 3) for context in contexts)
+    stop = frozenset({first[0], second[1]})
+    assert second[0] not in stop, "the second sequence stops one token later"
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(torch.tensor(contexts))
+        with pytest.raises(UserError, match="batch 1"):
+            session.ask(FIRST, 3, stop=stop)
+
+
 def test_the_model_is_restored():
     """After a session, after one that failed, and after two at a time the model is what it was before."""
     model = tiny_model()
