@@ -33,6 +33,15 @@ class ParallelKV(ReusedKV):
             return super().attend(step)
         return self.attend_parallel(step, torch.arange(self.n - count, self.n, device=step.query.device))
 
+    def make_static(self) -> None:
+        """Give all later steps the same shapes; with documents (`UserError`), the entries after them are a slice."""
+        if self.documents != (0, 0):
+            raise UserError(
+                "ape has no static decode step after a prompt with documents: the entries after them are sliced by "
+                "their number, which a captured step would repeat. Leave make_static out."
+            )
+        super().make_static()
+
     def attend_at(self, step: Step, places: Tensor) -> Tensor:
         """Attention of tokens at these places [m]. [1, H_q, m, D_v]"""
         self.computed += len(places)

@@ -336,6 +336,15 @@ def test_ape_does_not_depend_on_the_order_of_documents():
     assert distance(run(find_method("ape")()), run(find_method("ape")(), parts=turned)) < 1e-4
 
 
+def test_ape_has_no_static_step_over_documents():
+    """A captured step would read as many entries after the documents as the first one did."""
+    with (
+        prefilled(find_method("ape")()) as session,
+        pytest.raises(UserError, match="no static decode step after a prompt with documents"),
+    ):
+        session.make_static()
+
+
 def test_ape_weighs_the_documents_as_its_formula_says():
     """Against one softmax over explicit logits, for the question's first layer and a later token."""
     method = find_method("ape")(temperature=0.7, scale=0.8)
