@@ -287,7 +287,8 @@ def _try_first(job: Job, request: Request) -> Job:
         from kvbench.diffusion.sample import plan_turn  # imports torch; requests are checked first
 
         whole = chain([(0, example, encoded)], made)  # one set of denoising settings must fit every answer
-        capacity = max(find_capacity(ids, spec, [plan_turn(job, x)[0] for x in one.turns]) for _, one, ids in whole)
+        ready = replace(job, method=bound)  # a policy may check what it has found on the model
+        capacity = max(find_capacity(ids, spec, [plan_turn(ready, x)[0] for x in one.turns]) for _, one, ids in whole)
     check_capacity(job, capacity)
     from kvbench.runs.batch import resolve_batch  # imports torch, too
 

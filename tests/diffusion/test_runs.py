@@ -187,6 +187,7 @@ REFUSED = [
     ("local-leap", "", "--gen threshold=0.9"),
     ("window-diffusion", "--gen block=4", "leave --gen block out"),
     ("elastic-cache", "--gen block=4", "leave --gen block out"),
+    ("fast-ddrive", "--set scaffold={9}", "the scaffold has 9 tokens, and the answer 8. Use a shorter scaffold"),
     ("dkv-cache-decode", "--set first=0", "dkv-cache-decode: first must be 1 or more, got 0"),
     ("dkv-cache-decode", "--set shift=right", "shift must be one of un, un_right, got right"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
