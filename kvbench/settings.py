@@ -82,7 +82,7 @@ def _read(text: str, kind: Any) -> Any:
     else:
         try:
             candidates.append(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             candidates += [text.split(",")] if "," in text else []
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     for value in candidates:

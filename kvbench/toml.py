@@ -36,7 +36,7 @@ def read_toml(path: Path, form: type[T], what: str, hint: str, renamed: Mapping[
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{what} '{path}' cannot be read: {error.strerror}.{suggest_file(path)} {hint}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deep
         raise UserError(f"{what} '{path}' is not TOML: {error}. {hint}") from error
     for name in document:
         if renamed and name in renamed:

@@ -264,7 +264,7 @@ def _describe_model(name: str) -> dict[str, Any]:
     folder = find_folder(name)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model '{name}' has no readable config.json: {error}.") from error
     need = predict_memory(name)
     keys = (

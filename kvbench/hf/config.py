@@ -78,7 +78,7 @@ def read_document(name: str, folder: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model '{name}' has no readable config.json in {folder}: {error}.") from error
     if not isinstance(found, dict):
         raise UserError(f"model '{name}' has no readable config.json in {folder}: it is not a JSON object.")

@@ -127,7 +127,7 @@ def read_device_map(text: str) -> str | dict[str, str | int]:
             raise unknown("device map", text, DEVICE_MAPS, "Or give a .json file with the place of each module.")
         try:
             found = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"device map '{text}' cannot be read: {error}. Give {', '.join(DEVICE_MAPS)}, or a .json file with the "
                 "place of each module."

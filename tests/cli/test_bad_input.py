@@ -168,3 +168,19 @@ def test_a_missing_path_is_refused(kvbench, name, option, value):
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if "{}" in line and name not in NAMES])
 def test_a_missing_path_as_argument_is_refused(kvbench, name, value):
     check_refusal(kvbench(*LINES[name].replace("{}", value).split()))
+
+
+@pytest.mark.parametrize("line", [
+    "run --method snapkv --task kv-short --set window=NESTED",
+    "run --method snapkv --task kv-short --device-map map.json",
+    "run --method snapkv --task kv-short --model model", "run --method snapkv --suite nested.toml",
+    "sweep nested.toml --dry-run", "show ./model",
+])
+def test_deep_nesting_is_refused(kvbench, tmp_path, line):
+    """Python's readers of JSON and TOML raise a RecursionError, which is no ValueError."""
+    nested = "[" * 100_000
+    (tmp_path / "model").mkdir()
+    for name in ("map.json", "model/config.json"):
+        (tmp_path / name).write_text(nested)
+    (tmp_path / "nested.toml").write_text(f"out = {nested[:5000]}")
+    check_refusal(kvbench(*line.replace("NESTED", nested).split()))
