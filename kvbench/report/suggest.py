@@ -97,7 +97,8 @@ class Guide:
             if found.standings and found.unranked is not None:
                 yield f"{found.protocol.name}: {found.unranked}."
             if found.protocol.full is None:
-                yield f"{found.protocol.name}: no run of the full cache, so losses are unknown."
+                missing = "without a cache" if question.axis is Axis.COMPUTED else "of the full cache"
+                yield f"{found.protocol.name}: no run {missing}, so losses are unknown."
             else:
                 yield from (f"{found.protocol.name}: {x}" for x in list_doubts(found.protocol.full.result))
         fitting = {label for found in judged for label in found.standings}

@@ -26,6 +26,9 @@ LIMITED = {
     Axis.COMPUTED: ("computes", "of the positions per denoising step"),
 }
 
+BASELINES = "the full cache", "no cache"
+"""Names of the runs that others are compared with: for a diffusion model, decoding without a cache."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -208,6 +211,11 @@ def describe_lead(technique: Technique, answer: Suggestion) -> str:
     return ", ".join(filter(None, [lead, *preparations]))
 
 
+def name_baseline(result: Result) -> str:
+    """Name of the run that all others of a protocol are compared with."""
+    return BASELINES[result.model.kind == "diffusion"]
+
+
 def describe_standing(standing: Standing) -> dict[str, str]:
     """A run as text, by the names of columns; a dash for what is unknown."""
     result = standing.run.result
@@ -218,7 +226,10 @@ def describe_standing(standing: Standing) -> dict[str, str]:
         "protocol": standing.protocol.name,
         "score": "-" if score.mean is None else metric.write(score.mean),
         "95 % interval": "-" if score.ci95 is None else metric.write_interval(score.ci95),
-        "against the full cache": "-" if difference == "-" else f"{difference} {interval}",
+        **{
+            f"against {x}": "-" if difference == "-" or x != name_baseline(result) else f"{difference} {interval}"
+            for x in BASELINES
+        },
         "verdict": verdict or "-",
         **{name: format_share(x) for name, x in shares.items()},
         "per token": standing.time or "-", "since": standing.since or "-",

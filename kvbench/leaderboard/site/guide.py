@@ -20,6 +20,7 @@ from kvbench.registry import list_models
 from kvbench.report.group import VISIBILITIES, Axis
 from kvbench.report.suggest import Guide, name_technique
 from kvbench.report.suggestion import (
+    BASELINES,
     ProtocolRuns,
     Question,
     Standing,
@@ -39,7 +40,7 @@ LIMITS = {
 DEFAULT = Axis.STORED, 0.25
 OPTIONS = {Axis.STORED: "memory", Axis.READ: "read", Axis.COMPUTED: "computed"}
 """Options of `kvbench suggest`."""
-COLUMNS = "against the full cache", "verdict", "stored", "read", "computed", "per token"
+COLUMNS = *(f"against {x}" for x in BASELINES), "verdict", "stored", "read", "computed", "per token"
 """Columns of the evidence, as `describe_standing` names them, after protocol and score."""
 
 

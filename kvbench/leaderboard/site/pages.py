@@ -30,6 +30,7 @@ from kvbench.models.sources import SOURCES
 from kvbench.report.group import VISIBILITIES, Axis, name_question, name_training
 from kvbench.report.sections import list_protocol
 from kvbench.report.suggest import explain_failing, warn_of_model
+from kvbench.report.suggestion import name_baseline
 from kvbench.runs.results import Result, Score
 from kvbench.runs.spec import ModelSpec
 
@@ -126,11 +127,6 @@ def describe_group(group: Group) -> str:
         f"{result.model.id} in {result.model.dtype}; {spec.samples} contexts, {turns} each{history}{again}; scored by "
         f"{result.task.scorer}{better}; {where}"
     )
-
-
-def name_baseline(result: Result) -> str:
-    """Name of the run that all others of a protocol are compared with."""
-    return "no cache" if result.model.kind == "diffusion" else "the full cache"
 
 
 def describe_weights(model: ModelSpec) -> str:

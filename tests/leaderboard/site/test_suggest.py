@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -246,6 +247,18 @@ def test_times_are_shown_with_their_gpu_only(full):
     assert {x.label: describe_standing(x.standings[0])["per token"] for x in answer.techniques} == {
         "kvzip": "-", "snapkv": "12.3 ms on NVIDIA H100"
     }
+
+
+def test_differences_of_a_diffusion_model_are_to_decoding_without_a_cache():
+    """It has no full cache, so no column or note names one."""
+    folder = Path(__file__).parents[3] / "results" / "cpu-2-cores-diffusion"
+    guide = Guide(group_protocols([load_run(x) for x in find_runs([str(folder)])]))
+    answer = guide.answer(Question("mini-diffusion", Mode.SINGLE, Axis.COMPUTED, 0.25, task="niah_multikey_1"))
+    described = [describe_standing(y) for x in answer.techniques for y in x.standings if y.difference is not None]
+    assert {x["against the full cache"] for x in described} == {"-"}
+    assert "-" not in {x["against no cache"] for x in described}
+    assert any(x.endswith(": no run without a cache, so losses are unknown.") for x in answer.limits)
+    assert not any("the full cache" in x for x in answer.limits)
 
 
 def test_the_command_prints_the_evidence(full, kvbench):
