@@ -27,6 +27,8 @@ T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)
 MOST_UNPACKED = 1 << 30
 """Most bytes that are unpacked from a compressed journal, which may be hostile."""
+MOST_NUMBER = 2**63 - 1
+"""Largest integer of a file; a hostile one can be too large for a float."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 HINT = "Give the folder of a run, as `kvbench run` prints it."
 RENEW = "Delete result.json and run the command again; no sample is lost."
@@ -154,10 +156,16 @@ def read_file(path: Path, kind: type[T]) -> T:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {_reason(error)}. {HINT}") from error
     try:
-        return kind.model_validate(_migrate(json.loads(text), path))
+        return kind.model_validate(_migrate(json.loads(text, parse_int=_read_int), path))
     except (ValueError, RecursionError) as error:
         hint = f" {RENEW}" if path.name == "result.json" else ""
         raise UserError(f"{path} is not a valid file of kvbench: {_reason(error)}.{hint}") from error
+
+
+def _read_int(text: str) -> int:
+    if len(text) > len(str(MOST_NUMBER)) + 1 or abs(int(text)) > MOST_NUMBER:
+        raise ValueError(f"number {text[:20]}... is too large")
+    return int(text)
 
 
 def _migrate(data: Any, path: Path) -> Any:

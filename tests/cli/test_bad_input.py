@@ -5,8 +5,11 @@ The answer is exit code 2 and one line, before any model is loaded.
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import typer
 
 from kvbench.cli import app
 
+CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 MISSING = "missing/path"
 LONG = 300 * "x"
 """More than the name of a file can have."""
@@ -184,3 +188,19 @@ def test_deep_nesting_is_refused(kvbench, tmp_path, line):
         (tmp_path / name).write_text(nested)
     (tmp_path / "nested.toml").write_text(f"out = {nested[:5000]}")
     check_refusal(kvbench(*line.replace("NESTED", nested).split()))
+
+
+def test_a_number_that_no_float_holds_is_refused(kvbench, tmp_path):
+    """In result.json of a run; a report of its folder leaves the run out."""
+    run, other = next(CURATED.glob("snapkv-niah*")), next(CURATED.glob("h2o-niah*"))
+    for folder in (run, other):
+        shutil.copytree(folder, tmp_path / "runs" / folder.name)
+    path = tmp_path / "runs" / run.name / "result.json"
+    document = json.loads(path.read_text())
+    document["memory"]["stored_bytes"] = 10**400
+    path.write_text(json.dumps(document))
+    for command in (("show", path.parent), ("compare", path.parent, tmp_path / "runs" / other.name)):
+        answer = kvbench(*map(str, command))
+        check_refusal(answer)
+        assert "number 10000000000000000000... is too large" in answer.err
+    assert kvbench("report", str(tmp_path / "runs"), "-o", str(tmp_path / "report.html")).code == 0
