@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import os
 import signal
 import sys
@@ -102,6 +103,8 @@ class _Announcer(MetaPathFinder):
 def main() -> None:
     """Entry point of the `kvbench` command."""
     sys.meta_path.insert(0, _Announcer())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an arrow that the locale lacks must not end a finished run
     # On a busy CPU, OpenMP threads that spin while waiting cost up to thirty times the work itself. OpenMP reads this
     # variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
 from typing import Any
 
 import typer
@@ -16,8 +18,12 @@ def echo(text: str, *, err: bool = False) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print a JSON document on one line, with control characters escaped; commands call this last."""
-    text = json.dumps(document, ensure_ascii=False)
+    """Print a JSON document on one line, with control characters escaped; commands call this last.
+
+    Where the locale is not UTF-8, all characters but ASCII are escaped, because some could not be written.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = json.dumps(document, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
     if not text.isprintable():
         text = "".join(x if x.isprintable() else json.dumps(x)[1:-1] for x in text)
     typer.echo(text)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvbench.cli import AGAIN
 
+HERE = Path(__file__).parents[2]
 HEAVY = {"numpy", "scipy", "tokenizers", "torch", "transformers"}
 SCRIPT = "import sys; {}; print(*sys.modules, file=sys.stderr)"
 
@@ -71,6 +75,21 @@ def test_a_terminated_run_says_how_it_continues(tmp_path):
     )
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.endswith(f"\nkvbench: terminated. {AGAIN}\n")
+
+
+def test_characters_that_the_locale_lacks_are_replaced_in_tables_and_escaped_in_json(tmp_path):
+    """As the arrow next to a metric's name, and those of an answer."""
+    shutil.copytree(next((HERE / "results" / "cpu-2-cores").glob("snapkv-niah*")), tmp_path / "run")
+    path = tmp_path / "run" / "result.json"
+    path.write_text(path.read_text().replace('"string_match_all"', '"string_match_all_\N{EURO SIGN}"'))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "show", str(tmp_path / "run"), "--json"], capture_output=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(HERE)},
+    )
+    table, _, document = done.stdout.decode("ascii").rpartition("\n{")
+    assert done.returncode == 0, done.stderr
+    assert "string_match_all_? ? (0 to 1)" in table
+    assert json.loads("{" + document)["score"]["metric"] == "string_match_all_\N{EURO SIGN}"
 
 
 @pytest.mark.few
