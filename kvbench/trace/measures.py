@@ -121,7 +121,8 @@ def read_settings(pairs: list[str], fields: dict[str, Any], policy: str) -> dict
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or key not in fields:
-            raise unknown(f"setting of policy '{policy}'", key, fields)
+            hint = f"Write --set {next(iter(fields))}=VALUE." if fields else f"{policy} has none: leave --set out."
+            raise unknown(f"setting of policy {policy}", key, fields, hint)
         kind = type(fields[key])
         try:
             found[key] = kind(text)

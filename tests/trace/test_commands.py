@@ -52,6 +52,8 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--trace", "sinthetic"], "unknown trace 'sinthetic'. Did you mean 'synthetic'?"),
     (["run", "--policy", "ttl", "--set", "seconds=x"], "--set seconds=x: must be float"),
     (["run", "--policy", "ttl", "--set", "second=1"], "Did you mean 'seconds'?"),
+    (["run", "--policy", "lru", "--set", "x=1"], "unknown setting of policy lru 'x'. lru has none: leave --set out."),
+    (["run", "--policy", "ttl", "--set", "30"], "Write --set seconds=VALUE."),
     (["run", "--policy", "saga", "--set", "horizon=0"], "policy 'saga': horizon 0.0 must be above 0"),
     (["run", "--policy", "s3-fifo", "--set", "small=2"], "policy 's3-fifo': small 2.0 must be from 0 to 1"),
     (["run", "--seconds-per-token", "1"], "must be two numbers such as 1e-4,0.02"),
