@@ -45,6 +45,7 @@ def report_command(
     from kvbench.report.grid import draw_picture, read_grid
     from kvbench.report.group import group_runs
     from kvbench.report.sections import name_groups, write_report
+    from kvbench.runs.files import replace_file
 
     loaded = load_runs(runs, out)
     for run in loaded:
@@ -61,7 +62,7 @@ def report_command(
     groups = group_runs(loaded, baseline)
     content = draw_picture(grids) if kind == ".png" else write_report(groups, grids)
     try:
-        output.write_bytes(content)
+        replace_file(output.resolve(), content)
     except OSError as error:
         raise UserError(f"report '{output}' cannot be written: {error.strerror}. Give another path with -o.") from error
     for title, entries in zip(name_groups([x[0].result for x in groups]), groups, strict=True):

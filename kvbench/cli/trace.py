@@ -283,9 +283,10 @@ def _choose(asked: list[str], trace: Trace) -> list[str]:
 
 
 def _write(path: Path, trace: str, rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> None:
+    from kvbench.runs.files import replace_file
     from kvbench.trace.page import write_trace_page
 
     try:
-        path.write_bytes(write_trace_page(trace, rows, bounds))
+        replace_file(path.resolve(), write_trace_page(trace, rows, bounds))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}. Give another -o.") from error

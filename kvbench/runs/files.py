@@ -196,18 +196,23 @@ def write_atomic(path: Path, text: str) -> None:
     Raises:
         SaveError: the disk is full or read-only.
     """
-    part = path.with_name(f".{path.name}.part")
     with saving(path):
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+        replace_file(path, text.encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file completely, or leave the one that is there and raise an OSError."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def write_record(path: Path, record: BaseModel) -> None:

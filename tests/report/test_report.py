@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import io
 import json
 import re
@@ -384,6 +385,22 @@ def test_report_as_picture(kvbench, folder, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     shown = " ".join(x.split("│")[2].strip() for x in answer.out.splitlines() if x.startswith("│"))
     assert "mean 0.750 of 12 samples, worst mean 0.500 at depth 0 %" in shown
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(kvbench, folder, tmp_path, monkeypatch):
+    """As a disk that is full."""
+    (page := tmp_path / "page" / "report.html").parent.mkdir()
+    page.write_text("old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvbench.runs.files.os.fsync", fail)
+    for command in (("report", folder), ("trace", "run", "--policy", "lru", "--blocks", "100")):
+        answer = kvbench(*command, "-o", page)
+        assert answer.code == 2
+        assert "cannot be written: No space left on device. Give another" in answer.err
+        assert [(x.name, x.read_text()) for x in page.parent.iterdir()] == [("report.html", "old")]
 
 
 def test_report_of_a_folder(kvbench, folder, tmp_path):
