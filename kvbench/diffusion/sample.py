@@ -70,8 +70,6 @@ def fill_sample(job: Job, index: int, example: Example, encoded: Encoded) -> lis
         wall = time.perf_counter()
         try:
             line = _run_turn(job, index, example, encoded, lines, started)
-        except UserError:
-            raise
         except Exception as error:
             stop_if_lost(job, f"sample {index}", error)
             seconds = time.perf_counter() - wall

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvbench.diffusion import sample
+from kvbench.errors import UserError
 from kvbench.hf import load_model, load_tokenizer
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
@@ -148,6 +150,26 @@ def test_a_response_block_may_be_longer_than_an_answer(kvbench, arguments, tmp_p
     found = kvbench(*arguments, "--method", "fast-dllm-dual", *longer).json["diffusion"]
     assert (found["response_length"], found["block"], found["steps"]) == (9, 3, 9)
     assert {len(x["ids"]) for x in read_lines(tmp_path / "runs")} == {8}
+
+
+def test_a_user_error_in_one_sample_fails_it_alone(kvbench, arguments, monkeypatch, tmp_path):
+    """As with autoregressive models: a score that is not finite, for example."""
+    score = sample.score_answer
+
+    def refuse(job, example, *rest):
+        if example.id == second:
+            raise UserError("scorer s gave nan")
+        return score(job, example, *rest)
+
+    kvbench(*arguments, "--method", "none")
+    second = read_lines(tmp_path / "runs")[1]["sample"]
+    shutil.rmtree(tmp_path / "runs")
+    monkeypatch.setattr(sample, "score_answer", refuse)
+    answer = kvbench(*arguments, "--method", "none")
+    assert answer.code == 1
+    errors = [x["error"] for x in read_lines(tmp_path / "runs")]
+    assert [x is None for x in errors] == [True, False, True, True]
+    assert "scorer s gave nan" in errors[1]
 
 
 @pytest.mark.slow
