@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import gzip
 import json
 import re
 import shlex
@@ -210,12 +211,14 @@ def test_columns_that_do_not_fit_are_printed_one_per_line(kvbench, folders):
 
 
 def test_numbers_too_large_for_a_table_are_refused(changed):
-    """JSON has integers of any size."""
-    result = json.loads((changed / "result.json").read_text())
-    result["model"]["params"] = result["spec"]["model"]["params"] = 10**30
-    (changed / "result.json").write_text(json.dumps(result))
+    """JSON has integers of any size; those of a journal are not limited."""
+    packed = changed / "samples.jsonl.gz"
+    first, *others = gzip.decompress(packed.read_bytes()).decode().splitlines()
+    line = json.loads(first)
+    line["tokens"]["context"] = 10**30
+    packed.write_bytes(gzip.compress("\n".join([json.dumps(line), *others, ""]).encode()))
     with pytest.raises(UserError, match="a value of these runs does not fit into a table"):
-        query_runs("SELECT 1 FROM results", [changed])
+        query_runs("SELECT 1 FROM samples", [changed])
 
 
 # Columns
