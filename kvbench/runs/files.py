@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.runs.journal import Answer, Line
-from kvbench.runs.schema import SCHEMA_VERSION, upgrade
+from kvbench.runs.schema import SCHEMA_VERSION, exceeds, upgrade
 
 T = TypeVar("T", bound=BaseModel)
 L = TypeVar("L", Line, Answer)
@@ -163,7 +163,7 @@ def read_file(path: Path, kind: type[T]) -> T:
 
 
 def _read_int(text: str) -> int:
-    if len(text) > len(str(MOST_NUMBER)) + 1 or abs(int(text)) > MOST_NUMBER:
+    if exceeds(text, MOST_NUMBER):
         raise ValueError(f"number {text[:20]}... is too large")
     return int(text)
 

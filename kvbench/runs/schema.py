@@ -77,3 +77,8 @@ def _translate(found: Any, name: object, names: Mapping[str, str]) -> Any:
     if name == "schema_version":
         return SCHEMA_VERSION
     return VALUES.get((name, found), found) if isinstance(found, str) else found
+
+
+def exceeds(text: str, most: int) -> bool:
+    """Whether an integer's absolute value is above `most`; a text with too many digits is not converted."""
+    return len(text) > len(str(most)) + 1 or abs(int(text)) > most

@@ -129,10 +129,11 @@ def _join(title: str, sentences: list[str]) -> str:
 
 def _read(path: str, adapter: TypeAdapter[T], whose: str, form: str) -> tuple[T, str]:
     """Read and validate a JSON file; return its content and its hash."""
+    file = Path(path).expanduser()
     try:
-        if (size := Path(path).expanduser().stat().st_size) > LARGEST:
+        if (size := file.stat().st_size) > LARGEST:
             raise UserError(f"data '{path}' has {size / 1e9:.1f} GB, too much for {whose} dev set. Check the path.")
-        data = Path(path).expanduser().read_bytes()
+        data = file.read_bytes()
     except OSError as error:
         raise UserError(f"data '{path}' cannot be read: {error.strerror}. Give the path of {whose} dev set.") from error
     try:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
-from kvbench.runs.schema import upgrade
+from kvbench.runs.schema import exceeds, upgrade
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DEPTH = 24
@@ -89,7 +89,7 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    if len(text) > len(str(MAX_NUMBER)) + 1 or abs(int(text)) > MAX_NUMBER:
+    if exceeds(text, MAX_NUMBER):
         raise ValueError(f"number {quote(text)} is too large")
     return int(text)
 
