@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+from torch import Tensor
+
 from kvbench.budget import Shape
 from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes, Effect
@@ -16,8 +18,9 @@ from kvbench.store.facts import add_facts
 class Ledger:
     """Reads the stores of one session. Methods do not write to it."""
 
-    def __init__(self, layers: list[LayerKV]) -> None:
-        self._layers = layers
+    def __init__(self, layers: list[LayerKV], around: Ledger | None = None) -> None:
+        """around: the ledger of a session that waits while this one runs, for instance on a draft of its cache."""
+        self._layers, self._around = layers, around
         self._stored = [0] * len(layers)
         self._peak = 0
         self._shape: Shape | None = None  # of the context
@@ -31,9 +34,16 @@ class Ledger:
         self._peak = max(self._peak, sum(self._stored))
 
     def note_layers(self) -> None:
-        """Read the bytes of every layer."""
+        """Read the bytes of every layer, and with them those of the sessions that wait for this one."""
         for index in range(len(self._layers)):
             self.note_layer(index)
+        tensors: list[list[Tensor]] = [[] for _ in self._layers]
+        ledger: Ledger | None = self
+        while ledger is not None:
+            for held, store in zip(tensors, ledger._layers, strict=True):
+                held += store.tensors()
+            ledger._peak = max(ledger._peak, sum(storage_bytes(x) for x in tensors))
+            ledger = ledger._around
 
     def note_context(self, method: Method, shape: Shape, batch: int, *, exact: bool = True) -> None:
         """Record bytes and entries right after compression.
@@ -116,7 +126,7 @@ class Ledger:
 
     def fork(self, layers: list[LayerKV]) -> Ledger:
         """A copy of the counts that continues over forks of the stores."""
-        other = Ledger(layers)
+        other = Ledger(layers, self._around)
         other._stored, other._peak = list(self._stored), self._peak
         other._shape, other._batch = self._shape, self._batch
         other._context, other._effect = self._context, self._effect

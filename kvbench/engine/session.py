@@ -303,7 +303,7 @@ class Session(Stores):
         """A session at the same place of the conversation, over other stores that hold it."""
         other = object.__new__(kind)
         other.__dict__.update(self.__dict__)
-        other.layers, other.method, other.ledger = layers, method, Ledger(layers)
+        other.layers, other.method, other.ledger = layers, method, Ledger(layers, self.ledger)
         other._recording, other.pending, other._open = None, [], ExitStack()
         return other
 

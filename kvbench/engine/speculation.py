@@ -141,6 +141,7 @@ def draft_with(session: Session, drafter: Method, token: Tensor, count: int) -> 
                 store.passes += 1
                 store.generated += 1
         found = drafter.generate(branch, count, frozenset())
+        branch.ledger.note_layers()  # before the branch is dropped, which is in memory beside the session's caches
         draft.credit(branch)
     return torch.tensor(found.ids, device=token.device)
 

@@ -42,7 +42,7 @@ class TriForce(Verified):
         "theirs. Each level verifies the tokens of the level below, up to the full cache.",
         arxiv="2404.11912",
         year=2024,
-        version="4",
+        version="5",
         family="lossless",
         stages=("generation", "retrieval"),
         budget=BudgetKind.READ,

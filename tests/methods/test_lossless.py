@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvbench.check.trial import CONTEXT, LENGTH, NEVER_STOP, choose_budget, open_session, random_ids
 from kvbench.engine.session import Session
-from kvbench.engine.speculation import find_stores
+from kvbench.engine.speculation import draft_with, find_stores
 from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.kernels.pack import quantize, unpack
@@ -164,6 +166,38 @@ def test_reloaded_bytes_are_those_of_every_pass_over_the_full_cache():
         assert found.rounds == 2
         assert found.reloaded_bytes == token * ((start + 4) + (start + 8))
         assert session.memory().host_bytes == token * LENGTH
+
+
+@pytest.mark.parametrize("name", ["h2o+vericache", "triforce"])
+def test_the_peak_counts_the_forks_that_draft(name, monkeypatch):
+    """With every cache alive at the end of a draft, each storage once, at all levels."""
+    outer, found = [], [0]
+
+    def draft(session, drafter, token, count):
+        outer.append(session)
+        drafter = replace(drafter)
+        object.__setattr__(drafter, "generate", watch(drafter.generate))
+        tokens = draft_with(session, drafter, token, count)
+        outer.pop()
+        return tokens
+
+    def watch(generate):
+        def run(branch, *arguments):
+            tokens = generate(branch, *arguments)
+            alive = [x for session in [*outer, branch] for store in session.layers for x in store.tensors()]
+            found[0] = max(found[0], storage_bytes(alive))
+            return tokens
+
+        return run
+
+    monkeypatch.setattr("kvbench.methods.lossless.verified.draft_with", draft)
+    method = find_method(name)()
+    with open_session(method, tiny_model(), choose_budget(method)) as session:
+        session.prefill(CONTEXT)
+        prefilled = session.memory().peak_bytes
+        session.ask(QUESTIONS[0], ANSWER, stop=NEVER_STOP)
+        assert session.memory().peak_bytes == max(prefilled, found[0])
+        assert found[0] > storage_bytes(x for store in session.layers for x in store.tensors())
 
 
 def test_read_bytes_are_those_of_drafts_and_passes_per_token():
