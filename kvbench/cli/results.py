@@ -173,7 +173,7 @@ def _reuse(result: Result) -> list[tuple[str, str]]:
     rows = [("reuse", (
         f"{found.computed_share:.1%} of a full prefill's tokens times layers computed, {found.reused_share:.1%} taken "
         f"over; chunks of {format_bytes(found.chunk_bytes)}, {format_bytes(found.moved_bytes)} moved; {found.misses} "
-        f"built, {found.hits} found"
+        f"built, {found.hits} look-ups found one"
     ))]
     if found.mismatched or found.refused or found.loaded:
         rows.append(("chunks", (

@@ -37,13 +37,15 @@ class Ledger:
         """Read the bytes of every layer, and with them those of the sessions that wait for this one."""
         for index in range(len(self._layers)):
             self.note_layer(index)
-        tensors: list[list[Tensor]] = [[] for _ in self._layers]
-        ledger: Ledger | None = self
-        while ledger is not None:
-            for held, store in zip(tensors, ledger._layers, strict=True):
-                held += store.tensors()
-            ledger._peak = max(ledger._peak, sum(storage_bytes(x) for x in tensors))
-            ledger = ledger._around
+        if self._around is not None:
+            self._around.note_inner([store.tensors() for store in self._layers])
+
+    def note_inner(self, tensors: Sequence[list[Tensor]]) -> None:
+        """Read the bytes of the layers together with those of sessions that this one waits for, by layer."""
+        alive = [store.tensors() + inner for store, inner in zip(self._layers, tensors, strict=True)]
+        self._peak = max(self._peak, sum(storage_bytes(x) for x in alive))
+        if self._around is not None:
+            self._around.note_inner(alive)
 
     def note_context(self, method: Method, shape: Shape, batch: int, *, exact: bool = True) -> None:
         """Record bytes and entries right after compression.

@@ -199,7 +199,7 @@ class ReuseLine(Record):
     reused: int
     """Tokens whose entries were taken over, over all layers."""
     hits: int
-    """Chunks that were in the store."""
+    """Look-ups that found a chunk, those that this prompt built before included."""
     misses: int
     """Chunks that were computed."""
     mismatched: int

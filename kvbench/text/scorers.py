@@ -84,7 +84,8 @@ def find_form(reference: str) -> str | None:
         return f"[A-Z]{{{len(reference)}}}|(?i:{reference})"
     if re.fullmatch(rf"{WORD}([^\w\s]{WORD})+", reference):
         return "".join(WORD if i % 2 else re.escape(x) for i, x in enumerate(re.split(f"({WORD})", reference)))
-    return rf"(?=[a-zA-Z]*[0-9]){WORD}" if reference.isalnum() and not reference.isalpha() else None
+    form = rf"(?=[a-zA-Z]*[0-9]){WORD}" if reference.isascii() else rf"(?=[^\W\d_]*\d){WORD}"
+    return form if re.fullmatch(form, reference) else None
 
 
 def make_strict(scorer: Scorer, *, every: bool) -> Scorer:

@@ -42,8 +42,9 @@ def string_match(prediction: str, references: Sequence[str], task: str) -> float
 
 
 def match_strictly(prediction: str, references: Sequence[str], task: str) -> float | None:
-    """As `string_match`, for the first values that the prediction names."""
-    return match_first(prediction, references, every=not task.startswith("qa"))
+    """As `string_match`, for the first values that the prediction names; never above it."""
+    first = match_first(prediction, references, every=not task.startswith("qa"))
+    return None if first is None else min(first, string_match(prediction, references, task))
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class KvpressRuler(DatasetTask):
     modes: ClassVar[tuple[Mode, ...]] = (Mode.SINGLE,)
     scorers: ClassVar[tuple[Scorer, ...]] = (
         Scorer("ruler-string-match-kvpress@1", "string_match", string_match, facts=("task",)),
-        Scorer("ruler-string-match-kvpress-strict@1", "string_match, first value", match_strictly, facts=("task",)),
+        Scorer("ruler-string-match-kvpress-strict@2", "string_match, first value", match_strictly, facts=("task",)),
     )
     default_length: ClassVar[int] = 8192
     default_turns: ClassVar[int] = 1

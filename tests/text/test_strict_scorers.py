@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from kvbench.analysis.doubts import find_strict, group_doubts, list_doubts
 from kvbench.registry import find_task
@@ -82,6 +84,13 @@ def test_a_strict_score_is_never_above_the_published_one(published, every, predi
 def test_as_many_values_count_as_are_asked_for(prediction, score):
     """In any order; each further value costs one."""
     assert match_first(prediction, ["1111111", "2222222"], every=True) == score
+
+
+@given(st.one_of(st.text(min_size=1, max_size=8), st.text("aZé7²٣ .,-:_'", min_size=1, max_size=8)).map(str.strip))
+def test_the_reference_itself_is_right(reference):
+    """In any alphabet, with any digits: `é7`, `m²`."""
+    assume(reference)
+    assert match_first(reference, [reference], every=False) == 1.0
 
 
 def test_a_list_of_words_has_no_form():

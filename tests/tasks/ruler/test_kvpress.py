@@ -110,6 +110,14 @@ def test_string_match(prediction, references, task, score):
     assert scorer(prediction, references, {"task": task}) == score
 
 
+def test_the_strict_score_is_never_above_the_published_one():
+    """Of an answer without the reference's punctuation."""
+    facts = {"task": "qa_1"}
+    published, strict = (x("St Louis", ["St. Louis"], facts) for x in KvpressRuler.scorers)
+    assert (published, strict) == (0.0, 0.0)
+    assert KvpressRuler.scorers[1]("St. Louis", ["St. Louis"], facts) == 1.0
+
+
 def test_the_commit_is_pinned(tmp_path):
     """A folder named by another commit is refused; one without a name is named by the hash of its files."""
     assert KvpressRuler(data=write(tmp_path, record())).dataset_revision.startswith("sha256:")
