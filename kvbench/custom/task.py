@@ -166,8 +166,8 @@ def read_task(path: Path, find_scorer: FindScorer) -> type[CustomTask]:
 def find_scoring_fault(task: type[CustomTask], turn: TurnRecord) -> str | None:
     """Describe a fault of the task's scorer on a turn; None: it has none.
 
-    It cannot score the reference answer, as a scorer of numbers an answer without one, or counts a choice that is no
-    reference as much as the answer.
+    It cannot score the reference answer, as a scorer of numbers an answer without one, gives it nothing, or counts a
+    choice that is no reference as much as the answer.
     """
     scorer, references = task.scorers[0], turn.references or [turn.answer.strip()]
     right = {x.strip() for x in (turn.answer, *references)}
@@ -177,6 +177,11 @@ def find_scoring_fault(task: type[CustomTask], turn: TurnRecord) -> str | None:
         return f"scorer {scorer.id} cannot score the reference answer {turn.answer!r} ({error})"
     if most is None:
         return f"scorer {scorer.id} cannot score the reference answer {turn.answer!r} (it does not apply to it)"
+    if most == 0 and scorer.higher_is_better:
+        return (
+            f"scorer {scorer.id} gives the reference answer {turn.answer!r} 0 for the references "
+            f"{', '.join(map(repr, references))}. Correct one of the two, or use another scorer"
+        )
     for choice in turn.choices:
         found = scorer(choice, references, {})
         if choice.strip() not in right and found and found >= most:

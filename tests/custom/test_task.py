@@ -378,6 +378,17 @@ def test_an_answer_that_the_scorer_does_not_apply_to_is_refused(write):
     assert read(write([colors], scorer="string-match-all@1")).scorers[1].id == "string-match-all-strict@1"
 
 
+def test_a_reference_answer_that_scores_nothing_is_refused(write):
+    """One of answer, references and scorer is wrong, and right answers would count as wrong."""
+    city = {"id": "a", "context": "c" * 30, "turns": [
+        {"question": "q", "answer": " It is Paris.", "references": ["Paris"]}
+    ]}
+    message = "turn 0: scorer exact@1 gives the reference answer ' It is Paris.' 0 for the references 'Paris'. Correct"
+    with pytest.raises(UserError, match=re.escape(message)):
+        read(write([city], scorer="exact@1"))
+    assert read(write([city], scorer="contains@1")).scorers[0].id == "contains@1"
+
+
 def test_a_mode_that_the_table_does_not_name_is_refused(kvbench, arguments, write):
     arguments[arguments.index("--task") + 1] = str(write(modes=["single"]))
     answer = kvbench(*arguments, "--method", "full", "--mode", "multi-turn")
