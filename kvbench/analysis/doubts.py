@@ -24,6 +24,13 @@ def fails(full: Result) -> bool:
     return score.mean is not None and score.higher_is_better and score.mean < FAILING
 
 
+def state_baseline(full: Result, score: str) -> str:
+    """That a run with which others are compared has this score, which a diffusion model has without a cache."""
+    if full.model.kind == "diffusion":
+        return f"the model itself scores {score} without a cache"
+    return f"the full cache itself scores {score}"
+
+
 def find_strict(result: Result) -> float | None:
     """Mean by the strict scorer of the run's scorer, for which the first value named counts; None if there is none."""
     return result.scores.get(name_strict(result.task.scorer))
@@ -37,10 +44,8 @@ def list_doubts(result: Result) -> Iterator[str]:
     if mean is None:
         return
     if is_full(result) and fails(result):
-        yield (
-            f"the full cache itself scores {mean:.3f}: the model fails this task, so differences between methods say "
-            "little."
-        )
+        stated = state_baseline(result, f"{mean:.3f}")
+        yield f"{stated}: the model fails this task, so differences between methods say little."
     effect, agreement = result.effect, result.agreement
     if (
         result.budget.asked is not None and effect is not None and effect.n == 0 and effect.n_identity

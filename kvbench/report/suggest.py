@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvbench.analysis.compare import compare_runs, is_full, name_questions, rank_runs
-from kvbench.analysis.doubts import list_doubts
+from kvbench.analysis.doubts import list_doubts, state_baseline
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads
@@ -181,11 +181,11 @@ def _loss(standing: Standing) -> float:
 
 
 def explain_failing(full: Result) -> str | None:
-    """Why nothing is ranked where the full cache has hardly a right answer; None if it has."""
+    """Why nothing is ranked where the model without a method has hardly a right answer; None if it has."""
     score = full.score
     if score.mean is None or not score.higher_is_better or score.mean >= RANKED_FROM:
         return None
-    return f"the full cache itself scores {Metric.of(score).write(score.mean)}, so nothing is ranked"
+    return f"{state_baseline(full, Metric.of(score).write(score.mean))}, so nothing is ranked"
 
 
 def warn_of_model(name: str) -> str | None:

@@ -116,11 +116,15 @@ def doubt(mean, **facts):
     return list(list_doubts(made_run(mean, **facts)))
 
 
-def made_run(mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0):
+def made_run(
+    mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0,
+    kind="autoregressive",
+):
     """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return SimpleNamespace(
-        score=score, scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
+        model=SimpleNamespace(kind=kind), score=score,
+        scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None, asked=asked),
@@ -132,6 +136,7 @@ def test_doubts_about_a_run():
     """A task that the full cache fails, answers that name other values first, and answers that are cut."""
     assert doubt(1.0, strict=1.0) == doubt(0.2, full=False) == doubt(None) == []
     assert "the full cache itself scores 0.200: the model fails this task" in doubt(0.2)[0]
+    assert "the model itself scores 0.200 without a cache: the model fails" in doubt(0.2, kind="diffusion")[0]
     (found,) = doubt(1.0, strict=0.3)
     assert found.startswith("contains gives 1.000, but 0.300 if the first value named counts")
     assert doubt(1.0, stop=4, length=6) == ["the length limit cut 60% of the answers."]
