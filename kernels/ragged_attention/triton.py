@@ -50,8 +50,8 @@ def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
 
 def _merge_two(one: Partial, other: Partial | None, sinks: Tensor | None) -> Partial:
     heads, n_query, width = one.output.shape[1:]
-    output, lse = torch.empty_like(one.output), torch.empty_like(one.lse)
     both = [x.contiguous() for part in (one, other or one) for x in (part.output, part.lse)]
+    output, lse = torch.empty_like(both[0]), torch.empty_like(both[1])
     queries = lse.numel()
     merge_pairs[(triton.cdiv(queries, MERGED),)](
         *both, sinks, output, lse, queries, heads, n_query, width=width, has_other=other is not None,

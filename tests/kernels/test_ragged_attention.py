@@ -256,6 +256,17 @@ def test_triton_merges_as_torch_does(parts, sinks, triton):
     assert torch.allclose(found.cpu(), plain.merge_partials(made, sinks), atol=1e-6)
 
 
+def test_triton_merges_parts_in_any_memory_order(triton):
+    """The heads of a token may be adjacent in memory, as in what torch computes from a model's queries."""
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        Partial(*(torch.randn(2, 3, 6, *rest, generator=generator).transpose(1, 2) for rest in ((20,), ())))
+        for _ in range(3)
+    ]
+    found = merge_partials([Partial(*triton([x.output, x.lse])) for x in made])
+    assert torch.allclose(found.cpu(), plain.merge_partials(made), atol=1e-6)
+
+
 def test_triton_blocks_end_where_entries_do(precision, triton_error, allowed):
     """Heads of no entry, of one, and of a block and one more or less, in the blocks that a GPU has."""
     fast = pytest.importorskip("kvbench.kernels.dense_attention.triton")
