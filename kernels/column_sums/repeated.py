@@ -24,36 +24,34 @@ def repeated_sums(
 
     query: [B, H_q, T, D], expanded. keys: [B, H_kv, N, D].
     """
-    weights, totals = _weigh(query, keys, scale, softcap, sinks)
-    inverse = totals.double().pow(-power)
-    after = inverse.flip(-1).cumsum(-1).flip(-1)  # sum over this query and the later ones
-    before = weights.shape[-1] - after.shape[-1]
+    logits, lse = _weigh(query, keys, scale, softcap, sinks)
+    after = (-power * lse).flip(-1).logcumsumexp(-1).flip(-1)  # log of the sum over this query and the later ones
+    before = logits.shape[-1] - after.shape[-1]
     seen_by = torch.cat([after[..., :1].expand(*after.shape[:-1], before), after], dim=-1)
-    return (weights.double().pow(power) * seen_by).sum(2).float()
+    return (power * logits + seen_by).exp().sum(2).float()
 
 
 def repeated_maxima(
     query: Tensor, keys: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """The greatest weight of each entry: that of the first query that sees it. [B, H_kv, N] float32"""
-    weights, totals = _weigh(query, keys, scale, softcap, sinks)
-    before = weights.shape[-1] - totals.shape[-1]
-    first = torch.cat([totals[..., :1].expand(*totals.shape[:-1], before), totals], dim=-1)
-    return (weights / first).amax(2)
+    logits, lse = _weigh(query, keys, scale, softcap, sinks)
+    before = logits.shape[-1] - lse.shape[-1]
+    first = torch.cat([lse[..., :1].expand(*lse.shape[:-1], before), lse], dim=-1)
+    return (logits - first).exp().amax(2).float()
 
 
 def _weigh(
     query: Tensor, keys: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Exponentials of the logits [B, H_kv, G, N] and each query's normalizer [B, H_kv, G, T]."""
+    """The logits [B, H_kv, G, N] and the log of each query's normalizer [B, H_kv, G, T], in float64.
+
+    As logarithms, because an early query's normalizer may be too small for float32 next to the largest exponential.
+    """
     kv_heads, n_query, n_key = keys.shape[1], query.shape[2], keys.shape[2]
     logits = float_products(query[:, :, 0].unflatten(1, (kv_heads, -1)), keys) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    top = logits.amax(-1, keepdim=True)
-    column = None if sinks is None else sinks.float().view(1, kv_heads, -1, 1)
-    if column is not None:
-        top = torch.maximum(top, column)
-    weights = (logits - top).exp()
-    totals = weights.double().cumsum(-1)[..., n_key - n_query :]
-    return weights, (totals if column is None else totals + (column - top).exp()).float()
+    logits = logits.double()
+    lse = logits.logcumsumexp(-1)[..., n_key - n_query :]
+    return logits, lse if sinks is None else torch.logaddexp(lse, sinks.double().view(1, kv_heads, -1, 1))

@@ -33,6 +33,16 @@ def test_equals_separate_queries(attention, heads, error, size, pair, kernels, s
     assert error(found, oracle(query, keys, **options)) < 1e-5
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima", "squares"])
+def test_early_queries_may_see_only_small_logits(pair, error):
+    """The last logit is 300 above the others, more than float32's exponents span."""
+    keys = torch.zeros(1, 1, 5, 8)
+    keys[..., 0] = torch.tensor([0.0, 1.0, 0.5, 300.0, 299.0])
+    query, options = torch.ones(1, 2, 1, 8).expand(-1, -1, 4, -1), {"scale": 1.0, "seen": 5}
+    function, oracle = pair
+    assert error(function(query, keys, **options), oracle(query, keys, **options)) < 1e-5
+
+
 def test_its_products_are_linear_in_the_length():
     """A synthetic context of H2O at 131,072 tokens on Llama-3.1-8B's shape: 1.1e9 products a layer, not 7e13."""
     query = torch.empty(1, 32, 1, 128, device="meta").expand(-1, -1, 131_072, -1)
