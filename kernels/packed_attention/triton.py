@@ -2,8 +2,8 @@
 
 Only codes and parameters are read, and on a Hopper GPU instructions and not bytes bound the speed. Entries are the long
 side of both matrix products and queries the short one, which may be as small as 8; a group of four heads fills half of
-it. Products are in float16 also for bfloat16 queries: queries are divided by their largest element, codes of 8 bits
-fit, and scales, minima and dequantized values are within float16's range by construction.
+it. Products are in float16 also for bfloat16 queries: queries are divided by the power of two of their largest element,
+codes of 8 bits fit, and scales, minima and dequantized values are within float16's range by construction.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def attend_codes(
         of_minima = tl.sum(q * minimum[:, None], 0)[None, :]
         q *= tl.load(keys.scale + at, mask=d < width, other=0.0).to(tl.float32)[:, None]
     dtype: tl.constexpr = tl.float32 if exact else tl.float16
-    size = tl.max(tl.abs(q), 0)
+    # A power of two, so that queries of 16 bits keep their bits: rounded, they would shift all logits over codes
+    # against those over exact entries.
+    size = (tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     size = tl.where(size > 0.0, size, 1.0)
     q = (q / size[None, :]).to(dtype)
 

@@ -278,6 +278,18 @@ def test_triton_takes_parameters_that_heads_share(triton, attention, error):
     assert error(found.output, naive.packed_partial(query, key_codes, exact, scale=0.3, seen=39).output) < 1e-5
 
 
+def test_triton_rounds_no_query_of_16_bits(triton):
+    """A channel of large keys, as Qwen2.5 has, would move all logits against those of exact entries."""
+    query, keys = torch.ones(1, 1, 1, 64).half(), torch.zeros(1, 1, 32, 64)
+    query[..., 0], query[..., 1], keys[..., 0] = 11.9, 12.0, 354.0
+    with using("torch"):
+        codes = quantize(keys, 2, tokens=8), quantize(keys, 2, channels=32)
+    moved = [replace(x, **triton({"packed": x.packed, "scale": x.scale, "minimum": x.minimum})) for x in codes]
+    found = packed_partial(triton(query), *moved, scale=0.18, seen=33)
+    wanted = naive.packed_partial(query, *codes, scale=0.18, seen=33)
+    assert torch.allclose(found.lse.cpu().double(), wanted.lse, atol=1e-3)
+
+
 def test_triton_adds_nothing_for_queries_without_a_visible_entry(triton, packed):
     """Where the window has left all packed entries behind, or there are none, the partial is zero with weight zero."""
     with using("torch"):
