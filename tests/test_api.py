@@ -99,6 +99,15 @@ def test_a_loaded_model_is_not_loaded_otherwise(model_folder, tmp_path, given, m
     assert kvbench.run(**common, dtype="float32", device="cpu").status == "ok"
 
 
+def test_a_loaded_model_that_is_spread_runs_on_torch(model_folder, tmp_path, monkeypatch):
+    """Triton launches on the current GPU, wherever the entries are, so it is refused as with --device-map."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    model = load_model(str(model_folder), dtype="float32")
+    monkeypatch.setattr(model.module, "hf_device_map", {"model": 0, "lm_head": 1}, raising=False)
+    with pytest.raises(UserError, match="kernels 'triton' run on one GPU"):
+        kvbench.run(method="full", task=TOY, model=model, samples=1, kernels="triton", out=tmp_path)
+
+
 def test_ctrl_c_is_no_bad_input(model_folder, tmp_path, monkeypatch, capsys):
     """A loop that goes on after a UserError ends; the line says what is saved."""
     def press(*_):

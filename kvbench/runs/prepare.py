@@ -64,9 +64,10 @@ def prepare(request: Request, model: Model | None = None) -> Job:
     resolved = check(request)
     device = model.device.type if model is not None else find_device(request)
     check_kernels_device(request.kernels, device)
-    if device == "cuda" and request.kernels == "torch" and request.device_map is None:
+    spread = request.device_map is not None or (model is not None and model.device_map is not None)
+    if device == "cuda" and request.kernels == "torch" and not spread:
         say_once(f"note: {GPU_KERNELS}.")
-    if request.kernels != "torch" and request.device_map is not None:
+    if request.kernels != "torch" and spread:
         raise UserError(f"kernels '{request.kernels}' run on one GPU. Use --kernels torch, or leave --device-map out.")
     model = model or _load(resolved, device)
     check_kernels_dtype(request.kernels, device, model.dtype)
