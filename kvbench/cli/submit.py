@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,8 +126,9 @@ def _print_pull_request(root: Path, manifests: list[Manifest]) -> None:
     places = [(root / find_place(x)).resolve().relative_to(checkout) for x in manifests]
     what = manifests[0].run_id if len(manifests) == 1 else f"{len(manifests)}-runs-{manifests[0].run_id}"
     branch = f"{manifests[0].submitter}/{what}"
-    echo(
-        f"for a pull request, in {checkout}:\n"
-        f"  git switch -c {branch}\n  git add {' '.join(map(str, places))}\n"
-        f"  git commit -m '{what}'\n  git push -u origin {branch}"
+    commands = (
+        ("switch", "-c", branch), ("add", *map(str, places)), ("commit", "-m", what), ("push", "-u", "origin", branch)
     )
+    echo(f"for a pull request, in {checkout}:")
+    for words in commands:
+        echo(f"  {shlex.join(('git', *words))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import socket
 import subprocess
@@ -208,17 +209,17 @@ def test_submission_by_pull_request(kvbench, snapkv, runs, tmp_path):
     git(mine, "add", ".")
     git(mine, "commit", "-q", "-m", "rows")
     git(mine, "push", "-q", "origin", "main")
-    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", mine)
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", mine / "new rows")
     assert done.code == 0
     for line in done.out.split("for a pull request")[1].splitlines()[1:]:
-        git(mine, *[x.strip("'") for x in line.split()[1:]])
+        git(mine, *shlex.split(line)[1:])
     git(tmp_path, "clone", "-q", str(central), str(theirs))
     branch = f"ada/{snapkv.bundle.spec.run_id}"
     assert git(theirs, "diff", "--name-only", f"main...origin/{branch}").splitlines() == [
-        f"{branch}/{x}" for x in sorted([MANIFEST, RESULT, SAMPLES, SPEC])
+        f"new rows/{branch}/{x}" for x in sorted([MANIFEST, RESULT, SAMPLES, SPEC])
     ]
     git(theirs, "switch", "-q", "--detach", f"origin/{branch}")
-    done = kvbench("leaderboard", "verify", theirs / branch, "--results", theirs, "--json")
+    done = kvbench("leaderboard", "verify", theirs / "new rows" / branch, "--results", theirs, "--json")
     assert (done.code, done.json[0]["level"], done.json[0]["submitter"]) == (0, "L0", "ada")
     assert {x["name"]: x["outcome"] for x in done.json[0]["checks"]}["baseline"] == "ok"
 
