@@ -98,8 +98,9 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     if plan.task is not None:
         data = f"{find_task(plan.task)().prompt_id}, {data}"
     key = hashlib.sha256(f"{STATISTICS_VERSION} {LENGTH} {data} {loaded.sha256} {loaded.dtype}".encode()).hexdigest()
-    path = RECORD.with_name(f"{loaded.id.replace('/', '-')}.json")
-    journal = out / "findings" / f"{loaded.id}-{key[:12]}.jsonl"
+    name_of_model = loaded.id.replace("/", "-")  # that of a folder is its path
+    path = RECORD.with_name(f"{name_of_model}.json")
+    journal = out / "findings" / f"{name_of_model}-{key[:12]}.jsonl"
     for text, statistic in measure(loaded, plan, journal):
         say(f"text {text + 1} of {plan.texts}: {statistic}")
     record = FindingsRecord(

@@ -257,3 +257,15 @@ def test_the_record_of_a_model_of_the_hub_has_no_slash(kvbench, model, monkeypat
     assert answer.code == 0, answer.err
     record = json.loads((tmp_path / "results" / "shape" / "ORG-NAME.json").read_text())
     assert record["model"]["id"] == "ORG/NAME"
+
+
+def test_the_journal_of_a_model_in_a_folder_lies_below_out(kvbench, model, monkeypatch, tmp_path):
+    """Its id is a path, which begins at the root."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "LENGTH", 384)
+    monkeypatch.setattr("kvbench.hf.load_model", lambda _: replace(model, id=str(tmp_path / "models" / "mini")))
+    arguments = ("--shape", "sparse-attention", "--model", tmp_path / "models" / "mini", "--samples", "1")
+    answer = kvbench("reproduce", *arguments, "--out", tmp_path / "runs")
+    assert answer.code == 0, answer.err
+    (journal,) = tmp_path.rglob("*.jsonl")
+    assert journal.parent == tmp_path / "runs" / "findings"
