@@ -49,6 +49,7 @@ def verify_command(
     bundles = [x for path in paths for x in find_bundles(path)]
     if not bundles:
         raise UserError(f"'{paths[0]}' contains no run. Give the folder of a run, a submission, or a folder of them.")
+    _check_folders(bundles if write else [])
     repository = Repository(results or paths)
     found = [(x, verify(x, repository, own=own).conclude()) for x in bundles]
     return _report(found, write=write, as_json=as_json, below=(None,))
@@ -82,6 +83,7 @@ def rerun_command(
     from kvbench.runs.progress import show_progress
 
     _check_paths([path, *(results or [])])
+    _check_folders([path] if write else [])
     if seed is not None:
         check_number("seed", seed, 0, MOST_SEED)
     wanted = read_share(share or ("10%" if hidden_seed is None else "100%"))
@@ -125,6 +127,13 @@ def _check_paths(paths: list[Path]) -> None:
             raise UserError(f"'{path}' does not exist.{suggest_file(path)} Give a run or a submission.")
 
 
+def _check_folders(paths: list[Path]) -> None:
+    """Refuse a path into which no record can be written, before a verification that may take hours."""
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"--write needs a folder, and {path} is a .tar file. Unpack it, or leave out --write.")
+
+
 def _report(
     found: list[tuple[Path, Verification]], *, write: bool, as_json: bool, below: tuple[Level | None, ...]
 ) -> int:
@@ -135,8 +144,6 @@ def _report(
 
     print_records(found)
     for path, record in found if write else ():
-        if not path.is_dir():
-            raise UserError(f"--write needs a folder, and {path} is a .tar file. Unpack it, or leave out --write.")
         write_record(path / VERIFICATION, seal(record))
     if as_json:
         print_json([{"path": str(path), **record.model_dump(mode="json")} for path, record in found])

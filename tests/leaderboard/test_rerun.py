@@ -9,6 +9,7 @@ import pytest
 
 from kvbench.custom.task import CustomTask
 from kvbench.errors import UserError
+from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import RESULT, RerunResult, Verification
@@ -360,6 +361,16 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     assert written == {key: value for key, value in done.json[0].items() if key != "path"} | {"seal": written["seal"]}
     assert is_believed(Verification.model_validate_json((folder / "verification.json").read_text()), folder)
     assert kvbench("leaderboard", "verify", tmp_path).code == 0, "what a verifier wrote is no part of the bundle"
+
+
+@pytest.mark.parametrize("command", ["verify", "rerun"])
+def test_a_tar_takes_no_record_which_is_said_before_anything_runs(kvbench, snapkv, tmp_path, command):
+    path = tmp_path / "bundle.tar"
+    with path.open("wb") as file:
+        write_tar(snapkv.files, file)
+    done = kvbench("leaderboard", command, path, "--write")
+    assert (done.code, done.out) == (2, "")
+    assert f"--write needs a folder, and {path} is a .tar file" in done.err
 
 
 @pytest.mark.slow
