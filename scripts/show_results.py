@@ -243,7 +243,8 @@ def _name_commits(results: Sequence[Result]) -> str:
     found = Counter(x.environment.git.commit[:12] for x in results if x.environment.git is not None)
     if len(found) == 1:
         return f"commit `{next(iter(found))}`"
-    return f"commits {', '.join(f'`{name}` ({count} runs)' for name, count in found.most_common())}"
+    runs = (f"`{name}` ({count} run{'s' if count > 1 else ''})" for name, count in found.most_common())
+    return f"commits {', '.join(runs)}"
 
 
 def _name_earlier(results: Sequence[Result]) -> str:

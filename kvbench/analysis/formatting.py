@@ -148,7 +148,8 @@ def format_score(result: Result) -> str:
         interval = "no interval" if score.ci95 is None else metric.write_interval(score.ci95)
         return f"{metric.write(score.mean)}  {interval}  {metric.title}"
     if score.partial_mean is not None:
-        return f"none: {result.n_failed} samples failed (mean of the others {metric.write(score.partial_mean)})"
+        failed = f"{result.n_failed} of {result.n_samples} samples failed"
+        return f"none: {failed} (mean of the others {metric.write(score.partial_mean)})"
     return f"none: {explain_no_score(result)}"
 
 

@@ -69,11 +69,16 @@ def find_needed_contexts(comparisons: int) -> int:
     return next(n for n in itertools.count(1) if find_least_p(n, comparisons) < ALPHA)
 
 
+def name_too_few(contexts: int) -> str:
+    """The words for a number of contexts that is too small."""
+    return f"{contexts} context{' is' if contexts == 1 else 's are'} too few to tell"
+
+
 def describe_too_few(contexts: int, comparisons: int) -> str:
     """One line on why contexts are too few to tell, and how many are enough."""
     runs = f"{comparisons} comparisons" if comparisons > 1 else "a comparison"
     return (
-        f"{contexts} contexts are too few to tell: even if all of them agreed, no difference would be significant. "
+        f"{name_too_few(contexts)}: even if all of them agreed, no difference would be significant. "
         f"Use --samples {find_needed_contexts(comparisons)} or more for {runs}."
     )
 

@@ -79,7 +79,8 @@ def bench_command(
             raise
         said = f"interrupted: finished cells are in {out}. Run the same command to continue."
         raise InterruptionError(said) from None
-    where = found.environment.gpu or f"{found.environment.cpu}, {found.environment.threads} thread(s)"
+    place = found.environment
+    where = place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads > 1 else ''}"
     context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
     echo(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "

@@ -15,7 +15,7 @@ from scipy.stats import binomtest, bootstrap, false_discovery_control, permutati
 
 from kvbench.analysis import significance
 from kvbench.analysis.power import find_detectable, find_detectable_between
-from kvbench.analysis.significance import ALPHA, adjust, compare_scores, flip_signs, group_ties
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, describe_too_few, flip_signs, group_ties
 from kvbench.runs import stats
 from kvbench.runs.stats import bootstrap_interval, find_interval
 
@@ -394,6 +394,11 @@ def test_answers_that_hardly_differ_hide_no_detectable_difference():
     """Of 100 questions, five that only one method answers are never significant, and many more need a margin."""
     assert find_detectable_between(100, 0.05) is None
     assert 0.13 < find_detectable_between(100, 0.25) < 0.16 < find_detectable_between(100, 0.4) < 0.2
+
+
+def test_one_context_is_too_few_in_the_singular():
+    assert describe_too_few(1, 1).startswith("1 context is too few to tell: ")
+    assert describe_too_few(2, 1).startswith("2 contexts are too few to tell: ")
 
 
 @pytest.mark.slow

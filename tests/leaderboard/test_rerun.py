@@ -203,6 +203,9 @@ def test_mended_answers_are_refused_by_the_sign_test():
     check = _check_agreement(found, (0, 0), 9, 2390, [1.0] * 9)
     assert (check.outcome, "9 of 9 scores that differ are better than here" in check.reason) == ("refused", True)
     assert _check_agreement(found, (0, 0), 9, 2390, [1.0, -1.0] * 4).outcome == "ok"
+    one = found.model_copy(update={"samples": 1})
+    assert _check_agreement(one, (0, 0), 0, 9, []).reason.startswith("1 sample rerun: ")
+    assert _check_agreement(one, (0, 1), 0, 9, []).reason.startswith("1 sample fails here, and 0 in its journal; ")
 
 
 @pytest.mark.parametrize(("divergences", "compared", "outcome"), [

@@ -266,6 +266,7 @@ def test_a_failed_sample_is_not_a_zero(kvbench, arguments, tmp_path, kind, error
     assert result["score"]["mean"] is None
     assert result["score"]["ci95"] is None
     assert 0 < result["score"]["partial_mean"] < 1
+    assert "none: 1 of 4 samples failed (mean of the others " in " ".join(answer.out.split())
     assert result["scores"] == {}
     assert error in result["error"]
     lines = read_lines(only_run(tmp_path) / "samples.jsonl")

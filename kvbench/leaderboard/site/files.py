@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvbench.analysis.compare import is_full
 from kvbench.analysis.formatting import format_difference
 from kvbench.analysis.metrics import Metric
+from kvbench.analysis.significance import name_too_few
 from kvbench.leaderboard.site import run_facts
 from kvbench.leaderboard.site.charts import Panel, draw_families, draw_method
 from kvbench.leaderboard.site.claims import ClaimsReport
@@ -159,5 +160,5 @@ def _compare(row: RankedRun) -> tuple[str, ...] | None:
     if found.within_noise:
         verdict = f"not significant with {found.contexts} contexts, adjusted for the number of rows in the table"
     if found.too_few:
-        verdict = f"{found.contexts} contexts are too few to tell"
+        verdict = name_too_few(found.contexts)
     return (*numbers, verdict)

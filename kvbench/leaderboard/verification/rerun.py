@@ -130,15 +130,16 @@ def _check_agreement(
     better = sum(x > 0 for x in gains)
     p_value = sum(math.comb(len(gains), k) for k in range(better, len(gains) + 1)) / 2 ** len(gains)
     stated = (
-        f"{found.samples} samples rerun: {found.same_tokens} of {found.tokens} tokens and {found.same_answers} of "
-        f"{found.answers} answers are equal"
+        f"{found.samples} sample{'s' if found.samples > 1 else ''} rerun: {found.same_tokens} of {found.tokens} tokens "
+        f"and {found.same_answers} of {found.answers} answers are equal"
     )
     if found.mean is not None and found.submitted_mean is not None:
         stated += f", mean {found.mean:.3f}, {found.submitted_mean:.3f} submitted"
     if found.differs:
         stated += f"; fields that differ here: {', '.join(found.differs)}"
     if failed[0] != failed[1]:
-        return refuse("rerun", f"{failed[1]} samples fail here and {failed[0]} in its journal; {stated}")
+        fail = "sample fails" if failed[1] == 1 else "samples fail"
+        return refuse("rerun", f"{failed[1]} {fail} here, and {failed[0]} in its journal; {stated}")
     if divergences and (chance := _find_chance(divergences, compared)) < ALPHA:
         return refuse(
             "rerun", f"{stated}; {divergences} divergences in {compared} tokens, which honest reruns have with "

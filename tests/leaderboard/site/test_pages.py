@@ -174,6 +174,7 @@ def test_submitted_text_is_escaped(results, make_results, text):
 @pytest.mark.parametrize(
     ("contexts", "scores", "words"),
     [
+        (1, [0.0], "p 1.000: 1 context is too few to tell"),
         (5, [0.0], "p 0.062: 5 contexts are too few to tell"),
         (12, [1.0, 0.0], "p 1.000: not significant with 12 contexts, adjusted for the number of rows"),
     ],
