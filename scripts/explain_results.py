@@ -25,6 +25,7 @@ from kvbench.check.trial import find_entries
 from kvbench.engine.recording import Recording
 from kvbench.engine.session import Session
 from kvbench.engine.shared import record
+from kvbench.errors import UserError
 from kvbench.hf import Model, load_model
 from kvbench.log import say
 from kvbench.method import Method
@@ -303,7 +304,10 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL[:TASK]")
     parser.add_argument("--write", action="store_true", help="replace the tables in docs/differences.md")
     given = parser.parse_args()
-    texts = make_texts([measure(name) for name in given.models])
+    try:
+        texts = make_texts([measure(name) for name in given.models])
+    except UserError as error:
+        parser.error(str(error))
     print("\n".join(texts.values()))
     if given.write:
         write({PAGE: texts})

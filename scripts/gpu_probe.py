@@ -6,6 +6,7 @@ CUDA graph can be captured after a capture that failed. On a machine without a G
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -79,5 +80,12 @@ def _use(value: object) -> None:
     del value
 
 
+def main() -> None:
+    """Write the facts to the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.parse_args().file.write_text(json.dumps(probe(), indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(probe(), indent=1) + "\n")
+    main()

@@ -7,9 +7,10 @@ over rows and heads.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
+from kvbench.errors import UserError
 from kvbench.hf import load_model
 from kvbench.method import Shape
 from kvbench.methods.quantization.fp8 import Fp8
@@ -47,9 +48,19 @@ class Rounding(Observer):
         return {}
 
 
-if __name__ == "__main__":
-    model = load_model(sys.argv[1])
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    try:
+        model = load_model(parser.parse_args().model)
+    except UserError as error:
+        parser.error(str(error))
     names = " | ".join(x.card.name for x in METHODS)
     print(f"| layer | largest key | largest mean of a channel | {names} |\n| ---: |{' ---: |' * (2 + len(METHODS))}")
     ids = model.tokenizer(README.read_text(encoding="utf-8")).input_ids[:TOKENS]
     observe(model, ids, [Rounding(model.shape(TOKENS))])
+
+
+if __name__ == "__main__":
+    main()

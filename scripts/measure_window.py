@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.session import Session
+from kvbench.errors import UserError
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
@@ -57,10 +58,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--contexts", type=int, required=True)
     asked = parser.parse_args()
-    job = prepare(Request(
+    request = Request(
         "snapkv", "niah_multikey_1", model=asked.model, dtype=asked.dtype, length=asked.length, samples=asked.contexts,
         budget="25%", mode="multi-request", visibility="hidden", turns=5,
-    ))
+    )
+    try:
+        job = prepare(request)
+    except UserError as error:
+        parser.error(str(error))
     assert isinstance(job.method, SnapKV)
     lines = []
     for _, example, encoded in make_examples(job, range(asked.contexts)):
