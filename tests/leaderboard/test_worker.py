@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -91,6 +92,20 @@ def test_published_folders_are_repaired_from_the_database(server, snapkv):
     before = folder.stat().st_ino
     publish_accepted(server.database, server.state)
     assert folder.stat().st_ino == before, "what is right is left alone"
+
+
+def test_a_damaged_bundle_does_not_keep_back_the_others(server, runs, snapkv, capsys):
+    """Its row is missing, and every other one is published."""
+    damaged, whole = (server.send(x.files).json()["id"] for x in (snapkv, runs["full"]))
+    server.work()
+    folders = [server.state.results / "ada" / x.bundle.spec.run_id for x in (snapkv, runs["full"])]
+    for folder in folders:
+        shutil.rmtree(folder)
+    (server.state.bundle(damaged) / "spec.json").unlink()
+    publish_accepted(server.database, server.state)
+    assert [x.exists() for x in folders] == [False, True]
+    assert f"submission {damaged} is not shown: its bundle is damaged: spec.json is missing" in capsys.readouterr().err
+    assert [server.status(x) for x in (damaged, whole)] == ["accepted", "accepted"]
 
 
 def test_the_worker_stores_the_verifiers_reply(server, snapkv, monkeypatch):

@@ -83,9 +83,14 @@ def publish_accepted(database: Database, state: State) -> None:
             continue
         if _is_curated(folder):
             say(f"{folder} is a curated run and is kept: submission {x.id} has the same folder and is not shown.")
-        else:
-            _remove(folder)
-            write_folder(_gather(state, x), folder)
+            continue
+        try:
+            files = _gather(state, x)
+        except RefusedError as error:
+            say(f"submission {x.id} is not shown: its bundle is damaged: {error}.")
+            continue
+        _remove(folder)
+        write_folder(files, folder)
 
 
 def _gather(state: State, found: Submission) -> dict[str, bytes]:
