@@ -141,7 +141,7 @@ def draft_with(session: Session, drafter: Method, token: Tensor, count: int) -> 
                 store.passes += 1
                 store.generated += 1
         found = drafter.generate(branch, count, frozenset())
-        branch.ledger.note_layers()  # before the branch is dropped, which is in memory beside the session's caches
+        branch.ledger.note_layers()  # while the branch is in memory together with the session's caches
         draft.credit(branch)
     return torch.tensor(found.ids, device=token.device)
 
