@@ -96,7 +96,6 @@ class ThinK(Method):
             "the keys and chooses per query head."),
             "Alone, with every entry kept; the authors also put it after an eviction.",
         ),
-        unverified=("ratio: 0.4 is used in KVCache-Factory's LongBench runs; the paper's tables were not at hand.",),
         limits=(
             "Only keys shrink: with 40 % of their channels dropped, 80 % of the bytes remain.",
             "Channels are chosen by the last tokens: a question that is asked later may need others.",

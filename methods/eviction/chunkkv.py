@@ -57,10 +57,7 @@ class ChunkKV(ChunkSelection, SnapKV):
             CUT,
             "Every layer chooses for itself; the paper's reuse of indices over layers saves time and is left out.",
         ),
-        unverified=(
-            "chunk: 10 tokens, from memory of the paper; kvpress's default is 20.",
-            "window and kernel: the paper's window was not at hand; scores are not pooled, chunks do that.",
-        ),
+        unverified=("window and kernel: the paper's window was not found; scores are not pooled, chunks do that.",),
         limits=("Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",),
     )
 

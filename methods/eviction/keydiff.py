@@ -33,7 +33,6 @@ class KeyDiff(ScoredMethod):
         deviations=(
             "Compressed once, at the end of the context; the paper also evicts while a prompt arrives in blocks.",
         ),
-        unverified=("The anchor is the mean of normalized keys, from memory of the paper and of kvpress.",),
     )
 
     def score(self, kv: LayerKV, step: Step) -> Tensor:

@@ -55,7 +55,6 @@ class RazorAttention(HeadMethod):
             "are all different."),
         ),
         unverified=(
-            "buffer=4000 and compression=5 are quoted from memory of the paper.",
             ("Models with fewer than 10,001 positions are profiled on 40 probes of 64 tokens in four copies, not on "
             "one of 2,500."),
         ),

@@ -45,7 +45,6 @@ class XAttention(SparsePrefillMethod):
             "calibration set."),
             "Tiles of a short context are no larger than its blocks.",
         ),
-        unverified=("stride: 8 as in the port of microsoft/MInference; the paper's fast setting is 16.",),
         limits=(
             "Blocks are chosen by logits without soft caps and learned sinks; the attention itself has them.",
             "It saves arithmetic in the prompt, not memory: every entry is stored, and decode steps read all of them.",

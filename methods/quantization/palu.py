@@ -75,11 +75,7 @@ class Palu(CodedMethod):
             ("The context is stored exactly until its last chunk, so the first token is exact; with factored weights "
             "the prefill is approximate as well."),
         ),
-        unverified=(
-            ("Of the authors' code only the factored projection and its quantizer were read. rank and group are the "
-            "paper's main setting, from memory."),
-            "tokens: chosen so that calibration takes seconds.",
-        ),
+        unverified=("tokens: chosen so that calibration takes seconds.",),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             ("A step restores and rotates every key: in plain PyTorch it is many times slower than the full cache."),

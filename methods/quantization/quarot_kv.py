@@ -45,7 +45,6 @@ class QuaRotKV(CodedMethod):
             "entry is quantized when it arrives."),
             "Scales are rounded up and minima down to float16.",
         ),
-        unverified=("The settings are those of the paper from memory: 4 bits, groups of 128 and a clip of 0.95.",),
         limits=(
             ("A bias that all keys share is rotated over all coordinates, and the levels are spaced for it. On "
             "Qwen2.5-Coder-1.5B, where a channel of the first layer has a mean of 354, it answers no question of "

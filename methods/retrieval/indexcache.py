@@ -49,7 +49,6 @@ class IndexCache(Quest):
             "The pattern is regular unless it is given; the paper's search removes the layers that cost least.",
             "A prompt is run with full attention; the paper shares indices there, too.",
         ),
-        unverified=("every: the paper has 2 and 4.",),
         limits=(
             "It saves reads, not memory: every entry is stored, and the bounds of the layers that choose in addition.",
             "All layers must have the same sliding window, or none.",

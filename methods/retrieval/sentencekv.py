@@ -77,7 +77,7 @@ class SentenceKV(EndsMethod):
             ("Later entries are always read, in addition to the budget; the authors' code makes sentences of generated "
             "tokens."),
         ),
-        unverified=("factor: the authors' class has 5, their scripts 3.", "shortest and longest: assumptions."),
+        unverified=("shortest and longest: assumptions.",),
         limits=(
             "A text without punctuation is divided every 64 tokens.",
             "Entries evicted at the end of the context cannot be chosen by later questions.",
