@@ -46,12 +46,9 @@ class PolarQuant(CodedMethod):
         upstream=None,
         deviations=(
             "Codebooks are those of the known densities (the paper's offline variant), not k-means of the prompt.",
-            ("The context is stored exactly until its last chunk; every later entry is encoded when it arrives."),
+            ("The context is stored exactly until its last chunk; every later entry is encoded when it arrives. The "
+            "paper keeps generated entries exact."),
             "Products with queries are computed in the rotated coordinates, and outputs are rotated back once a step.",
-        ),
-        unverified=(
-            ("There was no released code to read. 4 levels with 4, 2, 2 and 2 bits and a radius of 16 bits are the "
-            "paper's 3.875 bits per coordinate; how the paper treats generated entries was not read."),
         ),
         limits=(
             ("A bias that all keys share is rotated over all coordinates, and the levels are spaced for it. On "

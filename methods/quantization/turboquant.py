@@ -59,9 +59,11 @@ class TurboQuant(CodedMethod):
             "Products with queries are computed in the rotated coordinates, and outputs are rotated back once a step.",
         ),
         unverified=(
-            ("There was no released code to read. outliers: the paper's 2.5 and 3.5 bits have 32 of 128 channels with "
-            "one bit more than the others, which is 2.25 and 3.25 bits by our count, without the norms; how it finds "
-            "them was not read. Here they are the channels of the largest norm in the context, per KV head."),
+            ("There was no released code to read. outliers: the paper's 2.5 bits have 32 of 128 channels with one bit "
+            "more than the others, which is 2.25 bits by our count, without the norms; for 3.5 bits it names another "
+            "ratio without its value. It does not say how it finds them. Here they are the channels of the largest "
+            "norm in the context, per KV head; the code of QJL, by two of its authors, takes those of each group of "
+            "tokens."),
         ),
         limits=(
             ("A bias that all keys share is rotated over all coordinates, and the levels are spaced for it. On "
