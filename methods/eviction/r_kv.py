@@ -50,8 +50,8 @@ class RKV(PeriodicMethod):
             "does so as well when a prompt exceeds the budget."),
             "Where no key is similar to a token's, none is left out. The authors' code leaves out the first one.",
             "Cosines are summed over blocks; the authors' code holds all of them.",
+            "mix is 0.1, as the paper recommends; the authors' code has 0.07 by default.",
         ),
-        unverified=("mix: 0.1, as the paper reports for its best runs; the authors' code has 0.07 by default.",),
         limits=(
             "Up to `period` entries are stored above the budget between two evictions; end_bytes counts them.",
             ("Scores of redundancy are a softmax over all entries, so differences between entries shrink as the cache "

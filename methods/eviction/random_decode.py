@@ -35,11 +35,8 @@ class RandomDecode(RollingMethod):
         heads="indexed",
         upstream=None,
         deviations=(
-            "The last tokens are always kept, as in `random`; with `window=0` every generated token competes.",
-        ),
-        unverified=(
-            ("The paper was not at hand: the prompt is pinned and entries are drawn uniformly per KV head, as its "
-            "summaries say; that the last tokens are kept is an assumption."),
+            ("Each step drops what is over the budget, which the last `window` tokens are a part of. The paper keeps "
+            "the last 64 in addition to the budget, and draws once in 64 steps."),
         ),
         limits=(
             ("A prompt that leaves no more than `window` entries of the budget cannot be pinned: it is evicted at "

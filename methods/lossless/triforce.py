@@ -60,7 +60,7 @@ class TriForce(Verified):
             "The retrieved chunks and the newest tokens, at most a chunk less one, make up the budget.",
             "Greedy decoding, for which every level is exact; the authors sample.",
         ),
-        unverified=("How many tokens the lowest level drafts at a time: 2.",),
+        unverified=("window_length: an assumption; the authors' code drafts one token at a time.",),
         limits=(
             "It stores the full cache, the retrieved chunks and the window: it saves reads, not memory.",
             ("Answers equal those of the full cache in float32, and up to near ties in 16 bits, where a pass over "

@@ -121,9 +121,8 @@ class InstInfer(ReadingMethod):
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),
         unverified=(
-            ("No code is published, and the paper was read in an abstract only: every detail of the selection is "
-            "SparQ's."),
-            "channels: a quarter of the channels.",
+            "No code is published. In the paper, read in part, the selection is SparQ's.",
+            "channels: a quarter of the channels; the paper gives only the compression of all reads, 1/8 by default.",
             "recent: a quarter of the budget.",
         ),
         limits=("It saves reads and costs memory: keys are stored twice.", "The prompt is run with full attention."),
