@@ -56,8 +56,10 @@ class Compactor(BlockAttention):
             "in its softmax."),
         ),
         unverified=(
-            "blending: kvpress takes the share that is evicted; the paper calibrates it, and was not at hand.",
-            "scaled: kvpress does not scale the logits; the paper was not at hand.",
+            ("The paper was read in notes. blending: it has 0.3, the authors' engine (vnchari/compactor-vllm) 0.5; the "
+            "share that is evicted is kvpress's."),
+            "scaled: neither kvpress nor the authors' engine scales the logits, and the paper's formula has no scale.",
+            "first, last, and value norms as a factor of attention: kvpress's; the paper's formula has no norms.",
         ),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",

@@ -50,7 +50,7 @@ class Leverage(ScoredMethod):
             "All heads and sequences share one projection; kvpress draws one for each.",
             "Keys are rotated back, in float64; kvpress projects the hidden states again.",
         ),
-        unverified=("The paper was not at hand: the ridge of 0.01 and the projection to 48 channels are kvpress's.",),
+        unverified=("ridge: kvpress's; the authors' engine (vnchari/compactor-vllm) has 0.005.",),
         limits=("It needs rotary embeddings that kvbench can invert.",),
     )
 

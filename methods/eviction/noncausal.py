@@ -103,7 +103,10 @@ class NonCausal(BlockAttention):
             "in its softmax."),
             "Scores are not standardized: within a head that changes no choice.",
         ),
-        unverified=("scaled: kvpress does not scale the logits; the paper was not at hand.",),
+        unverified=(
+            "scaled: neither kvpress nor the authors' engine scales the logits, and the paper's formula has no scale.",
+            "Value norms as a factor of attention: kvpress's; the paper's formula, read in notes, has none.",
+        ),
         limits=("Soft caps and learned sink logits of the model are not applied: this is not its own attention.",),
     )
 
