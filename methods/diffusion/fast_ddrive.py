@@ -41,8 +41,8 @@ class FastDdrive(Sections):
             "their trajectories, and an answer of text has no average"),
         ),
         unverified=(
-            ("read in third-party notes; the authors' code, which their page nvlabs.github.io/Fast-dLLM/fast_ddrive "
-            "names, was not at hand"),
+            ("read in third-party notes; the authors' decoding is a part of their model's repository at Hugging Face, "
+            "which was not at hand"),
         ),
         limits=(
             "its model is trained with attention across sections in one direction; on others this is an approximation",

@@ -57,10 +57,6 @@ class TriAttention(PeriodicMethod):
             "evict generated tokens only."),
             "Centers are measured on Python's manual when a run starts; the authors' on other text.",
         ),
-        unverified=(
-            ("recent: the authors' code for transformers and for SGLang keeps no last tokens beyond their scores; that "
-            "for vLLM keeps 128."),
-        ),
         limits=(
             "Up to `period` entries are stored above the budget between two evictions; end_bytes counts them.",
             "It needs rotary embeddings that kvbench can invert.",
