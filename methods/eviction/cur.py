@@ -41,7 +41,10 @@ class CUR(ScoredMethod):
             "Scores and defaults are kvpress's; the random projection of the paper, off in kvpress, is left out.",
             "Sinks are always kept; kvpress gives them the score 1, which is the largest possible.",
         ),
-        unverified=("The paper was not at hand: groups of 16 neighbors and four sinks are kvpress's defaults.",),
+        unverified=(
+            ("local: 16 is kvpress's default. The paper, read in notes, normalizes over the whole context, after a "
+            "projection to about 20 channels."),
+        ),
     )
 
     def minimum_entries(self) -> int:

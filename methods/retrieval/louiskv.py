@@ -69,7 +69,7 @@ class LouisKV(ClusterMethod):
             "ones are fetched for every token; the paper keeps those of the last token."),
         ),
         unverified=(
-            "No code was published when this was written, and the paper was read in reviews.",
+            "No code was published when this was written, and the paper was read in notes.",
             ("rate: the paper's threshold, 0.7 for Qwen3-8B, depends on the model, and how it was found was not at "
             "hand. Here one for all layers is calibrated on Python's manual, so that this share of the steps choose."),
             "tokens: chosen so that calibration takes seconds.",
