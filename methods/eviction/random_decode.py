@@ -24,7 +24,7 @@ class RandomDecode(RollingMethod):
 
     card: ClassVar[Card] = Card(
         name="random-decode",
-        title="Random eviction while decoding, with the prompt pinned",
+        title="Random Attention: Rethinking KV Cache Eviction for Efficient Reasoning",
         idea="The prompt stays, and each head drops a random generated entry whenever it is over its budget. "
         "It is the control for every method that evicts while decoding.",
         arxiv="2609.03430",

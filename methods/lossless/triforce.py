@@ -26,7 +26,7 @@ class TriForce(Verified):
 
     draft_length: Positive = 6
     """Most tokens that the retrieved chunks draft in a round."""
-    window_length: Positive = 2
+    window_length: Positive = 1
     """Most tokens that the sliding window drafts for the retrieved chunks."""
     chunk: Positive = 8
     """Entries of a chunk."""
@@ -60,7 +60,6 @@ class TriForce(Verified):
             "The retrieved chunks and the newest tokens, at most a chunk less one, make up the budget.",
             "Greedy decoding, for which every level is exact; the authors sample.",
         ),
-        unverified=("window_length: an assumption; the authors' code drafts one token at a time.",),
         limits=(
             "It stores the full cache, the retrieved chunks and the window: it saves reads, not memory.",
             ("Answers equal those of the full cache in float32, and up to near ties in 16 bits, where a pass over "

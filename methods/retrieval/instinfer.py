@@ -110,6 +110,7 @@ class InstInfer(ReadingMethod):
         family="retrieval",
         stages=("retrieval",),
         budget=BudgetKind.READ,
+        paper_budget="12.5%",
         heads="independent",
         upstream=None,
         deviations=(
