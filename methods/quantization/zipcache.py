@@ -63,10 +63,6 @@ class ZipCache(TwoPrecisions):
             "The range of the keys is per sequence; in the authors' code it is over the batch.",
             "Scales are rounded up and minima down to float16, so that codes cover the range.",
         ),
-        unverified=(
-            ("A block after the context has the same shares of last and random probes as the prompt; the authors' code "
-            "has the block's last token as its only probe."),
-        ),
         limits=(
             "One outlier sets the range of a channel for all keys of its precision, so long contexts lose accuracy.",
             "Each block is read separately, so steps become a little slower with every block of the conversation.",
