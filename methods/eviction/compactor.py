@@ -54,11 +54,12 @@ class Compactor(BlockAttention):
             "Keys are rotated back, in float64; kvpress projects the hidden states again.",
             ("Tokens that fill up the last block are left out. kvpress adds -1e-9 to their logits, which leaves them "
             "in its softmax."),
+            ("Logits have the model's scale. kvpress and the authors' engine leave it out, and the paper's formula has "
+            "none (scaled=false)."),
         ),
         unverified=(
             ("The paper was read in notes. blending: it has 0.3, the authors' engine (vnchari/compactor-vllm) 0.5; the "
             "share that is evicted is kvpress's."),
-            "scaled: neither kvpress nor the authors' engine scales the logits, and the paper's formula has no scale.",
             "first, last, and value norms as a factor of attention: kvpress's; the paper's formula has no norms.",
         ),
         limits=(

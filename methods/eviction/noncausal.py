@@ -102,9 +102,10 @@ class NonCausal(BlockAttention):
             ("Tokens that fill up the last block are left out. kvpress adds -1e-9 to their logits, which leaves them "
             "in its softmax."),
             "Scores are not standardized: within a head that changes no choice.",
+            ("Logits have the model's scale. kvpress and the authors' engine leave it out, and the paper's formula has "
+            "none (scaled=false)."),
         ),
         unverified=(
-            "scaled: neither kvpress nor the authors' engine scales the logits, and the paper's formula has no scale.",
             "Value norms as a factor of attention: kvpress's; the paper's formula, read in notes, has none.",
         ),
         limits=("Soft caps and learned sink logits of the model are not applied: this is not its own attention.",),
