@@ -83,8 +83,10 @@ def find_trace(name: str, *, kind: str | None = None, block: int | None = None, 
     """A trace by name, or by the path of its file.
 
     Raises:
-        UserError: an unknown name, one that was not added, or a file that cannot be used.
+        UserError: an unknown name, one that was not added, a format for a name, or a file that cannot be used.
     """
+    if kind is not None and name in (SYNTHETIC, *SOURCES):
+        raise UserError(f"--format {kind} is for the path of a file, and '{name}' is a name. Leave it out.")
     if name == SYNTHETIC:
         return make_trace(seed)
     if name in SOURCES:
