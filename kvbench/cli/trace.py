@@ -101,6 +101,8 @@ def run_command(
 
     if output is not None and output.suffix != ".html":
         raise UserError(f"output '{output}' must end in .html.")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UserError(f"output '{output}' cannot be written: no folder {output.parent}. Make it or give another -o.")
     found = _find(trace, kind, seed)
     if order not in ("arrival", "prefix"):
         raise unknown("order", order, ("arrival", "prefix"))

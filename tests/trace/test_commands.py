@@ -59,6 +59,7 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--seconds-per-token", "1"], "must be two numbers such as 1e-4,0.02"),
     (["run", "--order", "dfs"], "unknown order 'dfs'"),
     (["run", "--format", "azure"], "--format azure is for the path of a file, and 'synthetic' is a name."),
+    (["run", "-o", "missing/x.html"], "output 'missing/x.html' cannot be written: no folder"),
     (["run", "--model", "llama"], "unknown model 'llama'"),
     (["run", "-o", "x.txt"], "must end in .html"),
     (["add", "azure"], "unknown trace 'azure'"),
