@@ -76,6 +76,9 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     from kvbench.reproduce.findings.statements import find_findings
 
     if dry_run:
+        from kvbench.hf import predict_memory
+
+        predict_memory(model)  # refuses a model that does not exist
         names = ", ".join(dict.fromkeys(x.statistic for x in find_findings(name)))
         echo(f"{texts or TEXTS} texts of {LENGTH:,} tokens. Statistics, where they fit the model: {names}.")
         return 0

@@ -219,6 +219,11 @@ def test_findings_take_all_cores_only_without_a_gpu(kvbench, monkeypatch, gpu, w
     assert asked == workers
 
 
+def test_a_dry_run_of_findings_on_texts_names_an_unknown_model(kvbench):
+    answer = kvbench("reproduce", "--shape", "all", "--model", "minni", "--dry-run")
+    assert answer.code == 2 and "unknown model 'minni'. Did you mean 'mini'?" in answer.err
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A folder with two runs: SnapKV with the question seen, and KNorm in twice the bytes without."""
