@@ -39,6 +39,8 @@ EXTRA=60 # seconds after a stage's own deadline, at which it is ended
 dry='' out='' from='' wheels=.whl stages=() failed=''
 while (($#)); do
   case $1 in
+    --out | --from | --wheels) (($# > 1)) || { echo "gpu_suite: $1 needs a folder." >&2; exit 2; } ;;&
+    --help) sed -n '2,/^set/{/^set/d;s/^# \?//;p}' scripts/gpu_suite.sh; exit ;;
     --dry) dry=yes ;;
     --out) out=$2; shift ;;
     --from) from=$2; shift ;;

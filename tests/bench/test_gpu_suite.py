@@ -51,6 +51,15 @@ def test_unknown_stages_are_refused():
     assert f"unknown 'speed'. Stages: {stages}." in done.stderr
 
 
+@pytest.mark.parametrize(("arguments", "words", "code"), [
+    (["--help"], "scripts/gpu_suite.sh [--dry] [--out DIR]", 0), (["--dry", "--out"], "--out needs a folder", 2),
+])
+def test_help_is_shown_and_an_option_without_a_value_is_named(arguments, words, code):
+    done = suite(*arguments)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, code // 2)
+    assert words in done.stdout + done.stderr
+
+
 def test_missing_packages_are_named_at_once(tmp_path):
     """With the command that downloads them; nothing runs before."""
     python = tmp_path / "python3"
