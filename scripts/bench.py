@@ -22,6 +22,7 @@ coders: throughput of encoding and decoding keys and values, by method, over tha
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import platform
@@ -269,19 +270,21 @@ BENCHES = {
 
 def main() -> None:
     """Run the requested measurements and save them."""
-    if sys.argv[1:2] == ["peak"]:
+    if sys.argv[1:2] == ["peak"] and len(sys.argv) == 4:  # of `bench_memory`
         print(peak_of_prefill(sys.argv[2], int(sys.argv[3])))
         return
-    unknown = set(sys.argv[1:]) - set(BENCHES)
-    if unknown:
-        raise SystemExit(f"unknown bench {', '.join(sorted(unknown))}. Allowed: {', '.join(BENCHES)}.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    names = parser.parse_args().names or list(BENCHES)
+    if unknown := sorted({*names} - {*BENCHES}):
+        parser.error(f"unknown bench {', '.join(unknown)}. Allowed: {', '.join(BENCHES)}.")
     git = find_git()
     where = {
         "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "torch": find_version("torch"), "transformers": find_version("transformers"),
         "git": None if git is None else git.model_dump(),
     }
-    for name in sys.argv[1:] or BENCHES:
+    for name in names:
         found = BENCHES[name]()
         print(name, json.dumps(found, indent=2), flush=True)
         save(name, {"measured": where, **found})

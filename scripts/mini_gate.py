@@ -8,6 +8,7 @@ forward pass for question and answer; the tasks' own scorers are never stricter.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -116,9 +117,18 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    where = Path(sys.argv[1])
+def main() -> None:
+    """Measure the model, write its gate.json and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the model")
+    where = parser.parse_args().folder
+    if not where.is_dir():
+        parser.error(f"no model folder {where}")
     report = json.loads((where / "gate.json").read_text()) if (where / "gate.json").exists() else {}
     report["rows"] = gate(where)
     (where / "gate.json").write_text(json.dumps(report, indent=2) + "\n")
     print(table(report["rows"]), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ A page has markers `<!-- begin NAME -->` and `<!-- end NAME -->`; only the text 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def fill(page: str, texts: Mapping[str, str]) -> str:
         assert begin and end and begin not in after, name
         page = before + begin + text + end + after
     return page
+
+
+def take_no_arguments(doc: str | None) -> None:
+    """Show the description of a script for `--help`, and refuse any other argument."""
+    argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
 
 def write(texts: Mapping[Path, Mapping[str, str]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import vl_convert
 from curated import SMOLLM2_TASKS
-from pages import DOCS, MINI_PAGE, RESULTS, SMOLLM2_PAGE, table, write
+from pages import DOCS, MINI_PAGE, RESULTS, SMOLLM2_PAGE, table, take_no_arguments, write
 
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
@@ -103,5 +103,6 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     PICTURE.write_bytes(vl_convert.vegalite_to_png(make_chart(read_results(FOLDER)), scale=1.5))
     write(make_texts())

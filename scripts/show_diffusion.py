@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pages import DOCS, RESULTS, table, write
+from pages import DOCS, RESULTS, table, take_no_arguments, write
 
 from kvbench.analysis.load import load_run
 from kvbench.runs.results import Result
@@ -65,4 +65,5 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     write(make_texts())

@@ -19,7 +19,7 @@ from typing import Any
 
 import altair as alt
 import vl_convert
-from pages import DOCS, RESULTS, write
+from pages import DOCS, RESULTS, take_no_arguments, write
 
 from kvbench.reproduce.findings.records import FindingsRecord
 from kvbench.reproduce.findings.statements import find_findings
@@ -138,5 +138,6 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     PICTURE.write_bytes(draw(read_file(RECORD, FindingsRecord)))
     write(make_texts())

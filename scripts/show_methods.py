@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pages import DOCS, take_no_arguments
 
 from kvbench.method import Card, name_preparation
 from kvbench.registry import find_method, list_entries
 
-PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+PAGE = DOCS / "methods.md"
 FAMILIES = {
     "baseline": ("Baseline", "The full cache, with which every method is compared."),
     "eviction": ("Eviction", "Entries are removed, and later tokens do not see them."),
@@ -68,4 +68,5 @@ def write_page() -> str:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     PAGE.write_text(write_page(), encoding="utf-8")

@@ -49,7 +49,7 @@ from curated import (
     score,
     setting,
 )
-from pages import MINI_PAGE, NEEDLES_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, write
+from pages import MINI_PAGE, NEEDLES_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, table, take_no_arguments, write
 
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
@@ -318,5 +318,6 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     draw_pictures(*map(read_results, (MINI, SMOLLM2, QWEN)))
     write(make_texts())

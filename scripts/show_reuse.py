@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from curated import score
-from pages import DOCS, RESULTS, SMOLLM2_PAGE, table, write
+from pages import DOCS, RESULTS, SMOLLM2_PAGE, table, take_no_arguments, write
 
 from kvbench.analysis.compare import compare_runs
 from kvbench.analysis.load import FinishedRun, load_run
@@ -108,4 +108,5 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     write(make_texts())

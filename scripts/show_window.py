@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from curated import NEEDLES, QWEN, SMOLLM2, group_cells, read_results
-from pages import QWEN_PAGE, RESULTS, table, write
+from pages import QWEN_PAGE, RESULTS, table, take_no_arguments, write
 
 from kvbench.runs.files import read_lines
 from kvbench.runs.results import Result
@@ -76,4 +76,5 @@ def make_texts() -> dict[Path, dict[str, str]]:
 
 
 if __name__ == "__main__":
+    take_no_arguments(__doc__)
     write(make_texts())

@@ -28,6 +28,7 @@ from mini_text import MULTIKEY_1, SHORT, SINGLE_1, Batches, Stage
 from part_texts import Text, draw_asked, draw_batch, draw_formatted, draw_routed, draw_skipped
 from torch.nn.functional import cross_entropy
 
+from kvbench.errors import UserError
 from kvbench.hf import Model, load_model
 from kvbench.methods.eviction import retaining
 from kvbench.methods.eviction.locret import HIDDEN
@@ -306,9 +307,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: as for the shipped weights")
     parser.add_argument("--out", type=Path, help="file to write; default: among the shipped parts")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
     train, steps, shown = TRAINERS[options.part]
-    model = load_model(options.model, dtype="float32" if options.part in GRADIENTS else None)
+    try:
+        model = load_model(options.model, dtype="float32" if options.part in GRADIENTS else None)
+    except UserError as error:
+        parser.error(str(error))
+    options.work.mkdir(parents=True, exist_ok=True)
     run = Run(options.work, options.steps or steps, shown)
     weights = train(model, run)
     write_part(

@@ -70,8 +70,9 @@ def test_the_python_shown_runs(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= code.count("print(")
 
 
-def test_the_page_of_methods_is_that_of_the_cards():
+def test_the_page_of_methods_is_that_of_the_cards(monkeypatch):
     """`python scripts/show_methods.py` writes it anew."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     assert (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") == load_script("show_methods").write_page()
 
 
