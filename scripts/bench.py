@@ -1,7 +1,8 @@
 """Measures the overhead of kvbench: `make bench`, or `python scripts/bench.py [NAME]...`, with these names.
 
 Every other number is a ratio of two times measured in turn in one process, or bytes, because absolute times of a shared
-CPU vary. Writes results/bench/cpu-2-cores.json; parts that are not measured stay, each with its own machine and commit.
+CPU vary. Writes results/bench/cpu-2-cores.json; parts that are not measured stay, each with its own machine and commit,
+and so do the rows of a part that is continued: `measured` of a row is where that row was measured.
 
 startup: CPU seconds of a new process that imports kvbench or transformers, or runs a short command.
 harness: a whole run, relative to the same forward passes called directly with transformers' cache.
@@ -25,7 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -41,6 +41,7 @@ import torch
 from bench_answers import bench_batch, bench_peer
 from bench_coders import bench_coders
 from bench_compression import bench_compression
+from bench_place import find_place
 from bench_reuse import bench_lossless, bench_reuse
 from bench_sparse import bench_prefill, bench_reads
 from bench_step import bench_step
@@ -51,12 +52,10 @@ from kvbench.engine import agreement
 from kvbench.engine.session import Session
 from kvbench.hf import Model, load, load_model
 from kvbench.hf.tiny import tiny_model
-from kvbench.machine import cpu_name, find_version
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.registry import find_task
-from kvbench.runs.environment import find_git
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
@@ -257,15 +256,14 @@ def bench_startup() -> dict[str, Any]:
     return {name: {"median_s": statistics.median(x), "min_s": min(x), "rounds": len(x)} for name, x in seconds.items()}
 
 
-BENCHES = {
+BENCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "startup": bench_startup, "harness": bench_harness, "generate": bench_generate, "sweep": bench_sweep,
-    "batch": bench_batch, "step": bench_step, "memory": bench_memory,
-    "compression": lambda: bench_compression(read().get("compression", {})),
-    "prefill": lambda: bench_prefill(read().get("prefill", {})),
-    "reads": lambda: bench_reads(read().get("reads", {})), "coders": bench_coders,
-    "reuse": lambda: bench_reuse(read().get("reuse", {})), "peer": bench_peer,
-    "lossless": lambda: bench_lossless(read().get("lossless", {})),
+    "batch": bench_batch, "step": bench_step, "memory": bench_memory, "compression": bench_compression,
+    "prefill": bench_prefill, "reads": bench_reads, "coders": bench_coders, "reuse": bench_reuse, "peer": bench_peer,
+    "lossless": bench_lossless,
 }
+RESUMED = ("compression", "prefill", "reads", "reuse", "lossless")
+"""Parts that keep the rows in the file, and write next to each new one where it was measured."""
 
 
 def main() -> None:
@@ -278,16 +276,12 @@ def main() -> None:
     names = parser.parse_args().names or list(BENCHES)
     if unknown := sorted({*names} - {*BENCHES}):
         parser.error(f"unknown bench {', '.join(unknown)}. Allowed: {', '.join(BENCHES)}.")
-    git = find_git()
-    where = {
-        "machine": {"cpu": cpu_name(), "threads": torch.get_num_threads(), "platform": platform.platform()},
-        "torch": find_version("torch"), "transformers": find_version("transformers"),
-        "git": None if git is None else git.model_dump(),
-    }
+    place = find_place()
     for name in names:
-        found = BENCHES[name]()
+        before = read().get(name, {}) if name in RESUMED else {}
+        found = BENCHES[name](before) if name in RESUMED else BENCHES[name]()
         print(name, json.dumps(found, indent=2), flush=True)
-        save(name, {"measured": where, **found})
+        save(name, {"measured": before.get("measured", place), **found})
     print(f"written to {OUT}")
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from bench_place import find_place
 
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.recording import InexactPrefillError, Recording
@@ -17,7 +18,6 @@ from kvbench.hf import Model, load_model
 from kvbench.log import say
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.registry import list_entries
-from kvbench.runs.environment import find_git
 from kvbench.techniques.calibration import calibration_ids
 
 NAME, LENGTH, SHARE = "smollm2-135m", 4096, "25%"
@@ -32,15 +32,13 @@ def bench_compression(before: dict[str, Any]) -> dict[str, Any]:
     A method takes the recorded prefill of the full cache, so that only storing, scoring and evicting are timed; what
     the full cache needs to store is subtracted. A method that cannot take it is timed with its own whole prefill, in
     turn with the full cache's, whose difference is noisier; these come last. The speed of a decode step is that over
-    the full cache's, timed in turn. Ctrl+C ends the measurement and keeps what was found, and the same call continues;
-    every method has the commit at which it was timed.
+    the full cache's, timed in turn. Ctrl+C ends the measurement and keeps what was found, and the same call continues.
 
     before: the methods in the file so far, which are not timed again; remove a method from the file to do so.
     """
     model = load_model(NAME, dtype="float32")
     ids = calibration_ids(model, LENGTH)
     found: dict[str, Any] = dict(before.get("methods", {}))
-    git = find_git()
     with torch.no_grad():
         started = time.process_time()
         recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
@@ -51,7 +49,7 @@ def bench_compression(before: dict[str, Any]) -> dict[str, Any]:
         try:
             for name in sorted(waiting, key=lambda x: takes_no_recording(kinds[x])):
                 timed = bench_method(model, kinds[name], ids, recording, prefill, stored)
-                found[name] = {**timed, "commit": git.commit[:8] if git else None}
+                found[name] = {**timed, "measured": find_place()}
         except KeyboardInterrupt:
             say(f"stopped: {len(found)} of {len(kinds)} methods were timed")
     return {

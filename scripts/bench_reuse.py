@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from bench_place import find_place
+
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.autoregressive import Tokens
 from kvbench.engine.recording import InexactPrefillError, Recording
@@ -74,7 +76,7 @@ def bench_length(model: Model, length: int, rows: list[dict[str, Any]]) -> None:
         in_hand, share = time_prompt(model, method, parts, tail, Reuse(parts, earlier, store))
         rows.append({
             "method": name, "settings": settings, "computed": share, "in_hand": in_hand / whole,
-            "building": building / whole,
+            "building": building / whole, "measured": find_place(),
         })
         say(f"{length} tokens: {rows[-1]}, a full prefill {whole:.1f} s")
 
@@ -106,7 +108,7 @@ def bench_lossless(before: dict[str, Any]) -> dict[str, Any]:
     try:
         recording = record(model, ids[:CONTEXT], None, "torch", outputs=False)
         for row in (x for x in DRAFTED if x not in known):
-            rows.append(bench_draft(model, *row, ids, recording))
+            rows.append({**bench_draft(model, *row, ids, recording), "measured": find_place()})
             say(f"{rows[-1]}")
     except KeyboardInterrupt:
         say("stopped: the rows so far were timed")

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from bench_place import find_place
 
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.recording import InexactPrefillError, Recording
@@ -53,7 +54,7 @@ def bench_prefill(before: dict[str, Any]) -> dict[str, Any]:
             ids = calibration_ids(model, length)
             whole, _ = time_prefill(model, FullCache(), ids)
             for kind in waiting:
-                part[kind.card.name] = compare_prefill(model, kind(), ids, whole)
+                part[kind.card.name] = {**compare_prefill(model, kind(), ids, whole), "measured": find_place()}
                 say(f"{kind.card.name}, {length} tokens: {part[kind.card.name]}")
     except KeyboardInterrupt:
         say("stopped: the methods so far were timed")
@@ -93,7 +94,7 @@ def bench_reads(before: dict[str, Any]) -> dict[str, Any]:
             ids = calibration_ids(model, length)
             recording = record(model, ids[0].tolist(), None, "torch", outputs=False)
             for kind in (x for key, x in kinds.items() if key not in methods):
-                methods[kind.card.name] = bench_decode(model, kind(), ids, recording)
+                methods[kind.card.name] = {**bench_decode(model, kind(), ids, recording), "measured": find_place()}
     except KeyboardInterrupt:
         say("stopped: the methods so far were timed")
     return {"budget": BUDGET, "decode_steps": STEPS, "rounds": ROUNDS, "models": found}
