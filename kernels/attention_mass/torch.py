@@ -53,5 +53,6 @@ def attention_mass(
                 total = torch.logaddexp(total, sinks.float().view(1, kv_heads, -1, 1))
         else:
             total = lse.unflatten(1, (kv_heads, -1))[:, :, :, block]
+        total = total.masked_fill(total == -torch.inf, 0.0)  # of a query that sees no entry
         mass += torch.exp(logits - total[..., None]).sum((2, 3))
     return mass

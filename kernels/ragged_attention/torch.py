@@ -95,7 +95,7 @@ def merge_partials(parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
     lse = torch.stack([part.lse for part in parts])  # [P, B, H_q, T]
     if sinks is not None:
         lse = torch.cat([lse, sinks.float().view(1, 1, -1, 1).expand_as(lse[:1])])
-    weights = lse.softmax(0)
+    weights = lse.softmax(0).masked_fill(lse == -torch.inf, 0.0)  # NaN where no part has a visible entry
     return sum((weights[i, ..., None] * part.output for i, part in enumerate(parts)), start=torch.zeros(()))
 
 

@@ -112,3 +112,10 @@ def test_triton_at_full_size(precision, triton, error, allowed):
     )
     found = attention_mass(*triton([query, keys, at]), scale=128**-0.5)
     assert error(found, naive.attention_mass(query, keys, at, scale=128**-0.5)) < allowed[precision]
+
+
+def test_a_query_without_a_visible_entry_gives_no_mass():
+    """As in the reference and in Triton; a difference of infinities is NaN."""
+    query, keys, at = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 4, 8), torch.tensor([-1, 3])
+    found = attention_mass(query, keys, at, scale=1.0)
+    assert torch.allclose(found.double(), naive.attention_mass(query, keys, at, scale=1.0), atol=1e-5)

@@ -288,3 +288,8 @@ def test_triton_at_full_size(n_query, precision, triton, error, allowed):
     options = {"scale": 128**-0.5, "seen": 8150, "tail_positions": None}
     found = both(*triton([query, flat, tail_keys, tail_values]), **options)
     assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[precision]
+
+
+def test_parts_without_a_visible_entry_merge_to_zero():
+    part = Partial(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -torch.inf))
+    assert (merge_partials([part, part]) == 0).all()
