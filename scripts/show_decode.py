@@ -43,8 +43,8 @@ def name(result: Result) -> str:
 
 def by_distance(result: Result) -> list[str]:
     """Top-1 agreement by position in the answer."""
-    agreement = result.agreement
-    return ["-"] * 3 if agreement is None else [f"{x.top1:.2f}" for x in agreement.by_distance][:3]
+    parts = () if result.agreement is None else result.agreement.by_distance[:3]
+    return [*(f"{x.top1:.2f}" for x in parts), *["-"] * (3 - len(parts))]
 
 
 def copy_table(results: Sequence[Result]) -> str:
