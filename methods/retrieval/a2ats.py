@@ -73,6 +73,8 @@ class A2ATS(EndsMethod):
             "16,000 of random strings."),
             ("256 codewords; the authors have 4,096, which take more bytes than the entries of a short context. Use "
             "--set codewords=4096 for long ones."),
+            ("Chosen entries are read with the query at its own position, as in the authors' llama_masked.py; their "
+            "llama.py reads them with the query at position 2,048, too."),
             "k-means starts from evenly spaced keys; the authors' from k-means++ with at most 300 iterations.",
             ("By default entries stay on the device. With tier=host they are on the host, as in the paper, which also "
             "computes their attention there."),

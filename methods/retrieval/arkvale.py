@@ -50,6 +50,9 @@ class ArkVale(ReadingMethod):
             "short context's budget. Use --set page=32 for long ones."),
             ("By default entries stay on the device. With tier=host they are on the host, and chosen pages are fetched "
             "for every token; the authors keep a budget of pages on the device and recall those that are missing."),
+            ("The token's own query chooses all pages of the budget. The authors' code reads every page on the device, "
+            "of which the query chooses half by default and a quarter in its README; the others are left from earlier "
+            "tokens."),
             "Later entries are always read, in addition to the budget; the authors page them like the context.",
             "Every layer chooses pages; the first two read everything in the authors' benchmarks.",
             "Each token of a question chooses its own pages, as if it were decoded.",

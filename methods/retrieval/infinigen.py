@@ -72,6 +72,8 @@ class InfiniGen(ReadingMethod):
             "alpha is 5 as in the authors' code for Llama 2, whose queries are rotated; theirs for OPT is 4.",
             ("In a model of two layers the second one chooses, or the method would have no effect; the authors' models "
             "have more, and their first two read every entry."),
+            ("An entry counts by the largest logit of its own head, as in the paper; the authors' code for accuracy "
+            "takes the largest one of the first head for all heads."),
             "The mean number of entries is rounded; the authors' code rounds it down.",
             ("A group of query heads shares a matrix, the channels, and the entries: an entry has the best margin of "
             "any of its heads. The paper's models have no groups."),

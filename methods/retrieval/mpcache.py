@@ -61,6 +61,9 @@ class MPCache(Method):
             ("The paper tunes a threshold of attention for every data set. Here a share of the context stays: the "
             "entries with the highest attention from any late query."),
             "Attention is scaled and causal when entries are dropped; the authors' code does neither there.",
+            ("The last fifth of every context decides; in the authors' code it is the last tenth above 24,000 tokens."),
+            ("The first cluster and the last one are a part of both shares; the authors' code adds them to the chosen "
+            "ones."),
             "Minimum and maximum of a parent are those of its two clusters, and are not stored again.",
             ("Dropped entries are freed. The authors' code keeps all entries and gathers those that stay in every "
             "step."),

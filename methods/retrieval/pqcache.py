@@ -47,8 +47,8 @@ class PQCache(ReadingMethod):
         deviations=(
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of blocks on the device."),
-            ("k-means runs to its end before the first token, from evenly spaced keys; the authors' runs on the host "
-            "while the GPU computes, with the number of iterations that time allows."),
+            ("k-means runs to its end before the first token, from evenly spaced keys; the authors' starts from random "
+            "ones and runs on the host while the GPU computes, with the number of iterations that time allows."),
             "A new entry gets its codes when it arrives; the authors' code computes them when it leaves the window.",
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),

@@ -74,8 +74,10 @@ class SentenceKV(EndsMethod):
             ("A token ends a sentence if its text ends with a full stop, an exclamation or question mark, or contains "
             "a blank line; the authors' list of tokens depends on the tokenizer."),
             "Sentences have 8 to 64 tokens, so that their number is bounded; the authors' code cuts long ones off.",
-            ("Later entries are always read, in addition to the budget; the authors' code makes sentences of generated "
-            "tokens."),
+            ("Later entries are always read, in addition to the budget, and so are the last ones of the context. The "
+            "authors' code makes sentences of generated tokens, and its recent entries are the last ones of all."),
+            ("A sentence's mean key leaves out its first and last entries that are always read; the authors' mean has "
+            "them."),
         ),
         unverified=("shortest and longest: assumptions.",),
         limits=(
