@@ -69,6 +69,7 @@ class SeerAttention(SparsePrefillMethod):
             "own tokens."),
             ("The loss is summed over the blocks of a row; the authors' is the mean over all pairs of blocks, which is "
             "a fixed share of it."),
+            "The loss has all rows; the authors' leaves out the first quarter.",
             "Gates are as wide as a head and have the layer's rotary embedding; the authors' are 128 wide.",
             ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "
             "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),

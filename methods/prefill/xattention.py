@@ -43,7 +43,8 @@ class XAttention(SparsePrefillMethod):
         deviations=(
             ("One threshold for all heads. The paper also has thresholds by head, found by dynamic programming on a "
             "calibration set."),
-            "Tiles of a short context are no larger than its blocks.",
+            ("Blocks of a context below 4,096 tokens are smaller than 128 tokens, and tiles are no larger than its "
+            "blocks."),
         ),
         limits=(
             "Blocks are chosen by logits without soft caps and learned sinks; the attention itself has them.",
