@@ -81,6 +81,8 @@ class LongSpec(Proposed):
             "(the authors': 513) in every step, from stored ids."),
             ("It reads the model's last layer, as the authors' does, unless its weights say otherwise: those of `mini` "
             "read the third of five, which looks up earlier tokens. Over the last layer it learned next to nothing."),
+            ("The layer learns the model's own choices from entries before a round of 8 tokens; the authors' learns "
+            "the text from entries 1 to 4 tokens back."),
             ("Training starts from the model's first layer and the one that is read; the authors' code starts from "
             "random weights."),
             ("Without a file of weights for the model, the layer is trained when a run starts, on Python's manual; "

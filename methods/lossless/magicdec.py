@@ -41,7 +41,10 @@ class MagicDec(Verified):
         upstream=Upstream(repo="Infini-AI-Lab/MagicDec", commit="09cd671", license=None),
         deviations=(
             "The budget is entries per KV head of the draft; the authors' draft_budget of 257 counts the newest token.",
-            "SnapKV scores with its own defaults here (window 32, kernel 7, max).",
+            ("SnapKV scores with its own defaults here (window 32, kernel 7, max). The authors' code pools by the mean "
+            "of 5 entries and does not scale its logits."),
+            ("With draft=streaming-llm, 4 first entries stay, and entries of the context are those of the full cache. "
+            "The authors' code keeps 16, and its draft reads the prompt through its own window."),
             ("After a round the draft takes the accepted entries as the full cache computed them; SnapKV's choice in "
             "the context stays, and StreamingLLM's window slides on."),
         ),

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvbench.constraints import Positive
 from kvbench.errors import UserError
-from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.lossless.verified import Verified
 from kvbench.store import LayerKV
@@ -38,7 +38,7 @@ class QuantSpec(Verified):
         stages=("generation", "compression"),
         budget=BudgetKind.BITS,
         heads="independent",
-        upstream=None,
+        upstream=Upstream(repo="rishabh-16/QuantSpec", commit="b2c3747", license=None),
         deviations=(
             "The draft runs the model's own weights; the paper's runs them in 4 bits.",
             "The draft length is 4. The paper searches it for each data set, and mostly finds 4 or 6.",
@@ -50,6 +50,8 @@ class QuantSpec(Verified):
             "with the full cache states the difference."),
             "In plain PyTorch codes are expanded before every attention, so a step is slower than with the full cache.",
             "Greedy decoding only.",
+            ("The code is the first author's; the repository of the authors' group, SqueezeAILab/QuantSpec, has only a "
+            "README."),
         ),
     )
 
