@@ -54,8 +54,8 @@ class MagicPIG(EndsMethod):
             ("The budget is the most entries that a query head reads: of more samples, a random part is left out, and "
             "the chance of the others is lowered by that share. The authors have no budget: bits and tables decide."),
             "Every layer samples; the authors' layers 0, 16, 32 and 48 read everything.",
-            ("All layers and KV heads have the same projections; the authors draw new ones for every KV head and every "
-            "16 layers."),
+            ("All layers and KV heads have the same projections, as in the authors' models/attnserver.py; their RULER "
+            "reference draws new ones for every KV head and every 16 layers."),
             ("By default entries stay on the device. With tier=host they are on the host, as in the paper, which also "
             "computes their attention there."),
             "Later entries are always read, in addition to the budget, as in the authors' code.",

@@ -37,7 +37,7 @@ class RetroInfer(ClusterMethod):
         stages=("retrieval",),
         budget=BudgetKind.READ,
         heads="independent",
-        upstream=Upstream(repo="microsoft/RetrievalAttention", commit="2a66c4c", license=None),
+        upstream=Upstream(repo="microsoft/RetrievalAttention", commit="2a66c4c", license="MIT"),
         deviations=(
             "The budget counts entries, sinks and recent ones included; the authors read 1.8 % of the clusters.",
             ("A cluster that the budget ends in is read in part, and its other entries may be estimated; the authors "
@@ -47,8 +47,8 @@ class RetroInfer(ClusterMethod):
             ("Keys are normalized in k-means, and every key is in a cluster of its own segment. The authors' k-means "
             "updates directions with unnormalized keys, and its last pass assigns keys to the centers of all segments, "
             "which matters for contexts longer than one segment."),
-            ("Segments have 8,000 entries, and the last one has the rest; the authors divide a context into equal ones "
-            "of about 8,192."),
+            ("Segments have 8,000 entries, and the last one has the rest; the authors divide a context into equal ones, "
+            "as many as 8,192 entries fit in it."),
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of clusters on the device."),
         ),
