@@ -164,7 +164,7 @@ class LServe(HeadMethod):
         paper_budget="4096",
         calibration="head profile",
         heads="indexed",
-        upstream=Upstream(repo="mit-han-lab/omniserve", commit=None, license=None),
+        upstream=Upstream(repo="mit-han-lab/omniserve", commit="02b2925", license="Apache-2.0"),
         deviations=(
             ("Heads are ranked by the induction score of a head profile; the authors take DuoAttention's trained "
             "gates. Equal scores are ordered by layer and head; the authors add noise."),

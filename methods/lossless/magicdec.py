@@ -38,7 +38,7 @@ class MagicDec(Verified):
         budget=BudgetKind.READ,
         paper_budget="256",
         heads="pooled",
-        upstream=Upstream(repo="Infini-AI-Lab/MagicDec", commit="09cd671", license=None),
+        upstream=Upstream(repo="Infini-AI-Lab/MagicDec", commit="09cd671", license="Apache-2.0"),
         deviations=(
             "The budget is entries per KV head of the draft; the authors' draft_budget of 257 counts the newest token.",
             ("SnapKV scores with its own defaults here (window 32, kernel 7, max). The authors' code pools by the mean "

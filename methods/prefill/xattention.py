@@ -39,7 +39,7 @@ class XAttention(SparsePrefillMethod):
         stages=("generation",),
         budget=BudgetKind.PROMPT,
         heads="independent",
-        upstream=Upstream(repo="mit-han-lab/x-attention", commit=None, license=None),
+        upstream=Upstream(repo="mit-han-lab/x-attention", commit="e379887", license=None),
         deviations=(
             ("One threshold for all heads. The paper also has thresholds by head, found by dynamic programming on a "
             "calibration set."),

@@ -65,7 +65,7 @@ class A2ATS(EndsMethod):
         budget=BudgetKind.READ,
         calibration="codebooks of keys, in one pass",
         heads="pooled",
-        upstream=Upstream(repo="junhuihe-hjh/A2ATS", commit=None, license=None),
+        upstream=Upstream(repo="junhuihe-hjh/A2ATS", commit="71f10b0", license=None),
         deviations=(
             ("The budget counts entries per query head, first and last ones included; the group reads the union, "
             "as in the authors' code, whose ratio of 3 % excludes them."),

@@ -40,7 +40,7 @@ class IndexCache(Quest):
         stages=("retrieval",),
         budget=BudgetKind.READ,
         heads="pooled",
-        upstream=Upstream(repo="THUDM/IndexCache", commit=None, license=None),
+        upstream=Upstream(repo="THUDM/IndexCache", commit="08d22d6", license="Apache-2.0"),
         deviations=(
             ("The paper's index is the trained one of DeepSeek's sparse attention, which chooses single entries. Here "
             "it is Quest's bounds of pages, which need no training."),

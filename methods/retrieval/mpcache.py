@@ -55,7 +55,7 @@ class MPCache(Method):
         stages=("compression", "retrieval"),
         budget=BudgetKind.READ,
         heads="pooled",
-        upstream=Upstream(repo="zwxandy/MPCache", commit="55e401b", license=None),
+        upstream=Upstream(repo="zwxandy/MPCache", commit="55e401b", license="MIT"),
         deviations=(
             "The algorithm only, without the protocols of private inference that the paper designs it for.",
             ("The paper tunes a threshold of attention for every data set. Here a share of the context stays: the "

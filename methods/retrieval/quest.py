@@ -42,7 +42,7 @@ class Quest(Method):
         budget=BudgetKind.READ,
         paper_budget="1024",
         heads="independent",
-        upstream=Upstream(repo="mit-han-lab/Quest", commit=None, license=None),
+        upstream=Upstream(repo="mit-han-lab/Quest", commit="01c1623", license="MIT"),
         deviations=(
             ("Each token of a question selects its own pages, as if it were decoded, which is how the paper feeds it; "
             "the authors' evaluation reads everything when it is given several tokens at once."),

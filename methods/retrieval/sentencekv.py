@@ -64,7 +64,7 @@ class SentenceKV(EndsMethod):
         budget=BudgetKind.READ,
         paper_budget="1024",
         heads="independent",
-        upstream=Upstream(repo="zzbright1998/SentenceKV", commit=None, license=None),
+        upstream=Upstream(repo="zzbright1998/SentenceKV", commit="d6bb131", license=None),
         deviations=(
             ("Entries are kept and chosen per KV head, with attention averaged and similarities summed over its query "
             "heads; the authors' code repeats keys for the query heads, which stores several times as much."),

@@ -56,7 +56,7 @@ class ShadowKV(Method):
         budget=BudgetKind.READ,
         paper_budget="2048",
         heads="pooled",
-        upstream=Upstream(repo="bytedance/ShadowKV", commit="a21f5a9", license=None),
+        upstream=Upstream(repo="bytedance/ShadowKV", commit="a21f5a9", license="Apache-2.0"),
         deviations=(
             ("The keys of the context's chunks are factored together, those of outlier chunks included; the authors' "
             "code also factors the keys of the last entries, which stay exact in both."),
