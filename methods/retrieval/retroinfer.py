@@ -47,8 +47,8 @@ class RetroInfer(ClusterMethod):
             ("Keys are normalized in k-means, and every key is in a cluster of its own segment. The authors' k-means "
             "updates directions with unnormalized keys, and its last pass assigns keys to the centers of all segments, "
             "which matters for contexts longer than one segment."),
-            ("Segments have 8,000 entries, and the last one has the rest; the authors divide a context into equal ones, "
-            "as many as 8,192 entries fit in it."),
+            ("Segments have 8,000 entries, and the last one has the rest. The authors divide a context into equal "
+            "ones, one for every 8,192 entries."),
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of clusters on the device."),
         ),
