@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from pages import take_no_arguments
 from playwright.sync_api import sync_playwright
 
 from kvbench.leaderboard.site.build import build_site
@@ -18,6 +19,7 @@ PICTURE = ROOT / "docs" / "leaderboard.png"
 
 def main() -> None:
     """Build the site, open it, and keep what is seen."""
+    take_no_arguments(__doc__)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         build_site(ROOT / "results", Path(folder) / "site")
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])

@@ -322,6 +322,7 @@ def test_tokens_on_the_command_line(kvbench, tmp_path):
     assert kvbench("leaderboard", "token", "list", *state, "--json").json[0]["revoked"]
     for arguments, reason in (
         (("revoke", "7"), "there is no token 7"), (("create", "a b"), "'a b' is not a valid submitter"),
+        (("create", "a..b"), "'a..b' is not a valid submitter"), (("create", "a.lock"), "which git refuses"),
         (("create", "ada", "--scope", "all"), "unknown scope 'all'"),
     ):
         done = kvbench("leaderboard", "token", *arguments, *state)

@@ -108,6 +108,16 @@ def test_a_damaged_bundle_does_not_keep_back_the_others(server, runs, snapkv, ca
     assert [server.status(x) for x in (damaged, whole)] == ["accepted", "accepted"]
 
 
+def test_a_file_in_the_place_of_a_submitter_does_not_keep_back_the_others(server, snapkv, capsys):
+    """A submitter may have the name of a file that stands next to the runs."""
+    number = server.send(snapkv.files).json()["id"]
+    server.state.results.mkdir(exist_ok=True)
+    (server.state.results / "ada").write_text("not a folder")
+    server.work()
+    publish_accepted(server.database, server.state)
+    assert f"submission {number} is not shown: " in capsys.readouterr().err
+
+
 def test_the_worker_stores_the_verifiers_reply(server, snapkv, monkeypatch):
     """The child process runs in the slow tests; here the same function replies."""
     concluded = threading.Event()

@@ -18,6 +18,7 @@ from kvbench.leaderboard.submission.records import VERIFICATION, Verification
 from kvbench.leaderboard.submission.seal import seal
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
+from kvbench.runs.files import SaveError
 
 BUILD = "import sys; from kvbench.cli import call; sys.exit(call(sys.argv[1:]))"
 REMOVED = (Status.WITHDRAWN, Status.SUPERSEDED)
@@ -90,7 +91,10 @@ def publish_accepted(database: Database, state: State) -> None:
             say(f"submission {x.id} is not shown: its bundle is damaged: {error}.")
             continue
         _remove(folder)
-        write_folder(files, folder)
+        try:
+            write_folder(files, folder)
+        except SaveError as error:  # such as a submitter with the name of a file
+            say(f"submission {x.id} is not shown: {error}")
 
 
 def _gather(state: State, found: Submission) -> dict[str, bytes]:

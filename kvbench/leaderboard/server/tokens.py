@@ -26,7 +26,10 @@ def create_token(database: Database, name: str, scope: str) -> str:
     try:
         TypeAdapter(Handle).validate_python(name)
     except ValidationError as error:
-        raise UserError(f"'{name}' is not a valid submitter: use ASCII letters, digits, '.', '_' and '-'.") from error
+        raise UserError(
+            f"'{name}' is not a valid submitter: use ASCII letters, digits, '.', '_' and '-', without '..' and without "
+            "'.lock' at the end, which git refuses."
+        ) from error
     if scope not in tuple(Scope):
         raise unknown("scope", scope, [str(x) for x in Scope])
     token = PREFIX + secrets.token_urlsafe(32)

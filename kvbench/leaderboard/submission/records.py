@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from kvbench.runs.results import Score
 from kvbench.runs.schema import SCHEMA_VERSION
@@ -31,7 +31,18 @@ LEVELS: dict[Level, str] = {
 }
 """Meaning of each level, as badges show it; each includes those above it in this list."""
 Outcome = Literal["ok", "flag", "refused"]
-Handle = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
+
+
+def _check_branch(name: str) -> str:
+    """Refuse names that git refuses: a submission's branch begins with its submitter."""
+    if ".." in name or name.endswith(".lock"):
+        raise ValueError("git takes no branch with '..' or '.lock' at the end of its name")
+    return name
+
+
+Handle = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"), AfterValidator(_check_branch)
+]
 """ASCII letters only, so that no name can imitate another."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Choice = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:/-]{0,99}$")]
