@@ -49,7 +49,9 @@ class Keyformer(RollingMethod):
         upstream=Upstream(repo="d-matrix-ai/keyformer-llm", commit="f327831", license="Apache-2.0"),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
-            "Dropped entries are freed; the authors' code masks them.",
+            "Dropped entries are freed; the authors' code for GPT-J masks them.",
+            ("An entry that leaves the recent ones competes with the older ones, as in the paper. The authors' code "
+            "for GPT-J and Cerebras-GPT drops it: its mask counts the next token as recent, its choice does not."),
             ("Noise depends on the seed, the layer, the head and the positions of query and key, so that the size of "
             "chunks does not matter. The sequences of a batch share it, and each has its own scores."),
             "The tokens of a later question raise the temperature like generated tokens; the paper has one prompt.",
