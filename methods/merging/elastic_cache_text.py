@@ -35,7 +35,7 @@ class ElasticCacheText(AttentionSums):
         deviations=(
             "Text only: the paper is about images and text. Its rule is used as it is.",
             ("Anchors are the most attended tokens, as in the paper. The authors' code compares indices with a number "
-            "of ranks, so that it keeps others."),
+            "of ranks, so that it keeps others. In place of each entry that it drops, it merges the one before it."),
             ("Entries after the context are kept. The authors drop one at a fixed place, 25 before the end of the "
             "compressed prompt, whenever the cache is above its share."),
             "Of two anchors at the same distance the earlier one takes an entry.",
