@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.errors import UserError
-from kvbench.method import Budget, BudgetKind, Card, Shape
+from kvbench.method import Budget, BudgetKind, Card, Shape, Upstream
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store.coders import Coder, HadamardCoder
 
@@ -34,7 +34,7 @@ class QuaRotKV(CodedMethod):
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="independent",
-        upstream=None,
+        upstream=Upstream(repo="spcl/QuaRot", commit="5008669", license="Apache-2.0"),
         deviations=(
             "Only the cache is quantized: weights and activations stay in the model's element type.",
             ("Outputs are rotated back once a step. The authors merge the rotation of values into the weights before "
@@ -43,6 +43,8 @@ class QuaRotKV(CodedMethod):
             "that divides it; the authors take Hadamard matrices of other sizes."),
             ("The context is stored exactly until its last chunk, so results do not depend on chunks; every later "
             "entry is quantized when it arrives."),
+            ("Levels start at the smallest element of a group. In the authors' code they are whole multiples of the "
+            "scale, and the range of a key always has zero in it."),
             "Scales are rounded up and minima down to float16.",
         ),
         limits=(
