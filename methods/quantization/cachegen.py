@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Positive
-from kvbench.method import Budget, BudgetKind, Card, Shape, Step, resolved
+from kvbench.method import Budget, BudgetKind, Card, Shape, Step, Upstream, resolved
 from kvbench.methods.quantization.streams import StreamMethod
 from kvbench.store.coders import as_half
 from kvbench.store.entropy import Streams, boundaries, count_tables, decode, encode
@@ -46,17 +46,17 @@ class CacheGen(StreamMethod):
         stages=("compression", "loading"),
         budget=BudgetKind.BITS,
         heads="pooled",
-        upstream=None,
+        upstream=Upstream(repo="UChi-JCL/CacheGen", commit="6bed34c", license=None),
         deviations=(
             ("The released code is followed: the paper's anchors, whose differences to the next nine tokens are coded, "
             "are not in it and not here."),
             ("Symbols are coded by the range variant of asymmetric numeral systems, whose rate is that of the authors' "
             "range coder; frequencies have 16 bits in both."),
             "The number of bins changes at the layers of a model of 32 layers, in proportion to the model's depth.",
-            "The last, shorter chunk of a context is encoded too; the authors' code drops it.",
+            ("Chunks have 1,500 tokens, as in the authors' script that adapts to bandwidth, and the last one may be "
+            "shorter. Their main script encodes a context as one chunk."),
             "A token of zeros is restored as zeros; the authors' code divides by its largest element.",
         ),
-        unverified=("The released code was read for the card of this method, not again for this implementation.",),
         limits=(
             ("Stored bytes are those of the stream, with its tables. They depend on the text, so they are measured and "
             "cannot be declared, and there is no budget."),
