@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.errors import UserError
 from kvbench.hf.adapter import find_bias
-from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, resolved
+from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
@@ -58,7 +58,7 @@ class Palu(CodedMethod):
         budget=BudgetKind.BITS,
         calibration="subspaces of keys and values, in one pass",
         heads="pooled",
-        upstream=None,
+        upstream=Upstream(repo="shadowpa0327/Palu", commit="bb22666", license="MIT"),
         deviations=(
             ("Latents are projections of the model's keys before rotation and of its values, less the bias of their "
             "projection, which is added back to what is restored; they are not outputs of factored weights. With the "
@@ -67,7 +67,7 @@ class Palu(CodedMethod):
             "the text's."),
             ("Below 16 bits, latents are coordinates in an orthonormal basis, quantized with a scale and a minimum per "
             "token and head. The authors' latents carry the square roots of the singular values and have one scale "
-            "per token and group of heads."),
+            "and a whole zero point per token and group of heads. Their code rotates them only if asked to."),
             ("All layers have the same rank; the paper gives layers different ranks by the Fisher information, for "
             "which it needs gradients."),
             "Values are restored too; the paper merges their second factor into the output projection.",
