@@ -54,7 +54,8 @@ class WindowKV(Method):
         deviations=(
             ("The kind of task is a setting, `best`; the authors train a classifier. Their code maps questions to the "
             "mean of the best tokens and other tasks to the mean of all, the paper the other way round."),
-            "Budgets add up to the requested one: of the last window that is kept, the first tokens stay.",
+            ("Budgets count the last tokens and add up to the requested one: of the last window that is kept, the "
+            "first tokens stay. The authors' code adds the last tokens to its budgets and keeps whole windows only."),
             "A group may be smaller than `share`, where layers are left; the authors' code fails there.",
             "Sliding layers choose windows of their own.",
         ),
