@@ -40,6 +40,7 @@ class CacheBlend(ApartMethod):
             "the question's entries from a run of the question alone."),
             "The other tokens run through the whole check layer, not only up to its values.",
             "One ratio for all layers, as in the released code; the paper lowers it layer by layer.",
+            "The default of ratio is 0.15; that of the released code is 0.16, and its examples set 0.18.",
         ),
         limits=LIMITS,
     )
