@@ -90,10 +90,10 @@ def publish_accepted(database: Database, state: State) -> None:
         except RefusedError as error:
             say(f"submission {x.id} is not shown: its bundle is damaged: {error}.")
             continue
-        _remove(folder)
         try:
+            _remove(folder)
             write_folder(files, folder)
-        except SaveError as error:  # such as a submitter with the name of a file
+        except (SaveError, OSError) as error:  # such as a submitter with the name of a file
             say(f"submission {x.id} is not shown: {error}")
 
 
