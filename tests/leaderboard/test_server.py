@@ -127,6 +127,25 @@ def test_the_limit_holds_over_all_tokens_of_a_submitter(server, monkeypatch):
     assert server.send(b"x" * 1024, "bob").status_code == 422
 
 
+def test_a_refused_upload_leaves_the_bundle_of_an_equal_one(server, snapkv, monkeypatch):
+    """Which is sent while the other is being refused."""
+    answers = []
+    equal = threading.Thread(target=lambda: answers.append(server.send(snapkv.files)))
+
+    def find(database, number):
+        found = submissions.find(database, number)
+        if equal.ident is None:
+            equal.start()
+            equal.join(2)
+        return found
+
+    monkeypatch.setattr("kvbench.leaderboard.server.upload.find", find)
+    refused = server.send(snapkv.files, supersedes="0" * 64)
+    equal.join()
+    assert (refused.status_code, answers[0].status_code) == (409, 202)
+    assert server.state.bundle(answers[0].json()["id"]).exists()
+
+
 def test_waiting_submissions_per_submitter_are_limited(server, runs, monkeypatch):
     """Bundles that did not fit can be sent after the others were verified; other submitters have their own limit."""
     monkeypatch.setattr(submissions, "MAX_WAITING", 1)

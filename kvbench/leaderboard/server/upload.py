@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import uuid
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
 from kvbench.leaderboard.submission.archive import MAX_TAR_BYTES, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.verification.outcome import RefusedError
-from kvbench.runs.files import SaveError
 
 UPLOAD_S = 600
 """Seconds that one upload may take."""
 MIN_FREE = 1 << 30
 """Bytes of free disk below which uploads are refused."""
+PLACING = threading.Lock()
+"""Held while a bundle is put in its place and queued: a refused upload may not remove the bundle of an equal one."""
 
 
 async def receive(
@@ -82,18 +84,15 @@ def _store(
         raise HTTPException(403, detail)
     number = manifest.identity
     folder = state.bundle(number)
-    if not folder.exists():
-        try:
+    with PLACING:
+        if not folder.exists():
             write_folder(files, folder)
-        except SaveError:
-            if not folder.exists():  # the same bundle was uploaded twice at the same time: keep the other copy
-                raise
-    try:
-        return enqueue(database, token, manifest, supersedes)
-    except (ConflictError, LimitError) as error:
-        if find(database, number) is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise (_limit(error) if isinstance(error, LimitError) else HTTPException(409, str(error))) from error
+        try:
+            return enqueue(database, token, manifest, supersedes)
+        except (ConflictError, LimitError) as error:
+            if find(database, number) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise (_limit(error) if isinstance(error, LimitError) else HTTPException(409, str(error))) from error
 
 
 def _limit(error: LimitError) -> HTTPException:
