@@ -21,6 +21,11 @@ def printable(text: str) -> str:
     return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
 
 
+def count(n: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def say(message: str) -> None:
     """Print one line to the log, after the label of the context if there is one."""
     label = _label.get()

@@ -54,6 +54,7 @@ from pages import MINI_PAGE, NEEDLES_PAGE, QWEN_PAGE, README, SMOLLM2_PAGE, tabl
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.power import find_detectable_between
+from kvbench.log import count
 from kvbench.registry import find_method
 from kvbench.reproduce.findings.numbers import spearman
 from kvbench.runs.files import read_file, read_lines
@@ -243,8 +244,8 @@ def _name_commits(results: Sequence[Result]) -> str:
     found = Counter(x.environment.git.commit[:12] for x in results if x.environment.git is not None)
     if len(found) == 1:
         return f"commit `{next(iter(found))}`"
-    runs = (f"`{name}` ({count} run{'s' if count > 1 else ''})" for name, count in found.most_common())
-    return f"commits {', '.join(runs)}"
+    names = (f"`{name}` ({count(runs, 'run')})" for name, runs in found.most_common())
+    return f"commits {', '.join(names)}"
 
 
 def _name_earlier(results: Sequence[Result]) -> str:

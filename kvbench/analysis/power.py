@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbench.analysis.significance import ALPHA, flip_signs
+from kvbench.log import count
 
 if TYPE_CHECKING:
     from kvbench.runs.request import ResolvedRequest
@@ -61,7 +62,7 @@ def describe_power(samples: int, turns: int, full: Result | None = None) -> str:
             are, so both extremes are given.
         full: a run of the full cache on the same questions, whose accuracy is used; None: the worst case.
     """
-    size = f"{samples} {'sample' if turns == 1 else 'context'}{'s' if samples > 1 else ''}"
+    size = count(samples, "sample" if turns == 1 else "context")
     size += f" x {turns} questions" if turns > 1 else ""
     accuracy = None if full is None else full.score.mean
     if samples < FEWEST:

@@ -11,6 +11,7 @@ import typer
 from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import InterruptionError, UserError
+from kvbench.log import count
 
 if TYPE_CHECKING:
     from kvbench.bench.forecast import Forecast, MethodForecast
@@ -80,7 +81,7 @@ def bench_command(
         said = f"interrupted: finished cells are in {out}. Run the same command to continue."
         raise InterruptionError(said) from None
     place = found.environment
-    where = place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads > 1 else ''}"
+    where = place.gpu or f"{place.cpu}, {count(place.threads, 'thread')}"
     context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
     echo(
         f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "

@@ -22,6 +22,7 @@ from kvbench.analysis.shares import (
     reference_width,
     stored_share,
 )
+from kvbench.log import count
 from kvbench.report.group import VISIBILITIES
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _batch(result: Result) -> list[tuple[str, str]]:
     found = result.batch
     if found is None:
         return []
-    text = f"{found.size} answer{'s' if found.size > 1 else ''} at a time"
+    text = f"{count(found.size, 'answer')} at a time"
     if found.alone is not None:
         text += f"; one at a time where {found.alone}"
     if found.tokens is not None:
@@ -251,9 +252,9 @@ def format_output(result: Result) -> str:
 
 def format_samples(result: Result) -> str:
     """Contexts, and the questions that were asked."""
-    contexts = f"{result.spec.samples} context{'s' if result.spec.samples > 1 else ''}"
+    contexts = count(result.spec.samples, "context")
     asked = result.n_questions
     if not asked or asked == (result.n_samples - result.n_failed) * result.spec.turns:
         turns = result.spec.turns
-        return f"{contexts} x {turns} question{'s' if turns > 1 else ''}"
+        return f"{contexts} x {count(turns, 'question')}"
     return f"{contexts}, {asked} questions in total, at most {result.spec.turns} each"

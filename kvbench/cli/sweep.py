@@ -10,6 +10,7 @@ import typer
 
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST_INSTANCES, InterruptionError, UserError, check_number, unknown
+from kvbench.log import count
 
 if TYPE_CHECKING:
     from kvbench.runs.options import Request
@@ -140,7 +141,7 @@ def show_prediction(cells: list[SweepCell], workers: int, *, share: bool = False
     seconds = sum(x.seconds or 0.0 for x in found)
     echo(
         f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted time {seconds / workers:.0f} s "
-        f"with {workers} worker{'s' if workers > 1 else ''} (measured with the full cache on this machine"
+        f"with {count(workers, 'worker')} (measured with the full cache on this machine"
         f"{', each method with its own prefill' if share else ''})."
     )
     if as_json:

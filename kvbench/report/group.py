@@ -18,6 +18,7 @@ from kvbench.analysis.compare import (
 )
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import fill_full_reads, read_share, stored_share
+from kvbench.log import count
 from kvbench.method import name_preparation
 from kvbench.registry import list_entries
 from kvbench.runs.results import Result
@@ -139,7 +140,7 @@ def name_question(result: Result) -> str:
     chosen = {} if generation.max_new_tokens is None else {"max_new_tokens": generation.max_new_tokens}
     if generation.denoising is not None:
         chosen |= generation.denoising.model_dump(exclude_defaults=True)
-    contexts = f"{result.spec.samples} context{'s' if result.spec.samples > 1 else ''}"
+    contexts = count(result.spec.samples, "context")
     asked = f"{result.task.name}, {result.task.length:,} tokens, {VISIBILITIES[result.visibility]}, {contexts}"
     return ", ".join([asked, *(f"{name} {value}" for name, value in chosen.items())])
 

@@ -15,6 +15,7 @@ from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import fill_full_reads
 from kvbench.analysis.significance import ALPHA, describe_too_few, find_least_p
+from kvbench.log import count
 from kvbench.registry import list_models
 from kvbench.report.group import Axis, find_band, name_question
 from kvbench.report.suggestion import (
@@ -24,7 +25,6 @@ from kvbench.report.suggestion import (
     Standing,
     Suggestion,
     Technique,
-    count,
     count_leads,
 )
 from kvbench.runs.results import TASKS, Result

@@ -12,6 +12,7 @@ from kvbench.analysis.formatting import format_difference, format_seconds, forma
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
+from kvbench.log import count
 from kvbench.report.group import Axis, name_question, name_training
 from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility
@@ -234,8 +235,3 @@ def describe_standing(standing: Standing) -> dict[str, str]:
         **{name: format_share(x) for name, x in shares.items()},
         "per token": standing.time or "-", "since": standing.since or "-",
     }
-
-
-def count(n: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{n} {noun}{'' if n == 1 else 's'}"

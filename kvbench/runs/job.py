@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.budget import Budget
 from kvbench.errors import UserError
+from kvbench.log import count
 from kvbench.method import Method
 from kvbench.runs.spec import GenerationSpec, RunSpec
 from kvbench.task import Encoded, EncodedTurn, Mode, Scorer, Task
@@ -72,7 +73,7 @@ def check_capacity(job: Job, capacity: int) -> None:
         UserError: it can.
     """
     if capacity > job.model.max_length:
-        turns = f"{job.spec.turns} turn{'s' if job.spec.turns > 1 else ''}"
+        turns = count(job.spec.turns, "turn")
         raise UserError(
             f"length {job.spec.task.length} with {turns} needs up to {capacity} tokens, and model {job.model.id} "
             f"supports {job.model.max_length}. Use a smaller --length, fewer --turns, or leave long records out."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from kvbench import __version__
 from kvbench.errors import UserError
-from kvbench.log import say, say_once
+from kvbench.log import count, say, say_once
 from kvbench.machine import find_version, free_bytes, ram_bytes
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
@@ -184,7 +184,7 @@ def _check_length(resolved: ResolvedRequest, model: Model) -> None:
     least = task.minimum_length(turns, model.tokenizer)
     if length < least:
         raise UserError(
-            f"length {length} is too short for {task.name} with {turns} turn{'s' if turns > 1 else ''}: it needs "
+            f"length {length} is too short for {task.name} with {count(turns, 'turn')}: it needs "
             f"{least} tokens. Use --length {least} or more."
         )
     _check_longest(length, model.id, model.max_length)

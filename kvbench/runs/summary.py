@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 
+from kvbench.log import count
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Agreement, AgreementPart, CacheBytes, Effect, Line, Machine, add_forks, total_facts
@@ -244,7 +245,7 @@ def find_machines(lines: Sequence[Line]) -> list[Machine]:
 def describe_mixed(machines: Sequence[Machine]) -> str | None:
     """Names the machines if there are several, whose times must not be mixed; None: there is one."""
     names = [
-        f"{f'{x.gpu}, ' if x.gpu else ''}{x.cpu} with {x.threads} thread{'s' if x.threads > 1 else ''}"
+        f"{f'{x.gpu}, ' if x.gpu else ''}{x.cpu} with {count(x.threads, 'thread')}"
         for x in dict.fromkeys(machines)
     ]
     return f"samples ran on {' and on '.join(names)}" if len(names) > 1 else None
@@ -271,7 +272,7 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     """Why the times of the samples are not those of a user of the method; None: they are."""
     shared = len({x.index for x in lines if x.shared_prefill})
     if shared:
-        return f"{shared} context{'s' if shared > 1 else ''} took a prefill that other runs of the sweep share"
+        return f"{count(shared, 'context')} took a prefill that other runs of the sweep share"
     found = _batch(lines)
     if found is None:
         return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from kvbench.analysis.compare import Difference, compare_runs, name_questions, rank_runs
 from kvbench.leaderboard.site.listed import ListedRun
 from kvbench.leaderboard.verification.lookup import is_known_full
+from kvbench.log import count
 from kvbench.report.group import EDGES, Axis, find_band, label_results
 from kvbench.report.suggest import explain_failing
 from kvbench.runs.results import TASKS, Result
@@ -101,7 +102,7 @@ class Group:
 def name_machine(result: Result) -> str:
     """GPU, or CPU and threads, of a run."""
     place = result.environment
-    return place.gpu or f"{place.cpu}, {place.threads} thread{'s' if place.threads != 1 else ''}"
+    return place.gpu or f"{place.cpu}, {count(place.threads, 'thread')}"
 
 
 def make_groups(runs: Iterable[ListedRun]) -> list[Group]:

@@ -15,6 +15,7 @@ from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.measurements import check_measurements
 from kvbench.leaderboard.verification.outcome import RefusedError, ok, refuse
 from kvbench.leaderboard.verification.rerun_job import prepare_rerun, rerun_samples
+from kvbench.log import count
 from kvbench.machine import cpu_name
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Score
@@ -130,7 +131,7 @@ def _check_agreement(
     better = sum(x > 0 for x in gains)
     p_value = sum(math.comb(len(gains), k) for k in range(better, len(gains) + 1)) / 2 ** len(gains)
     stated = (
-        f"{found.samples} sample{'s' if found.samples > 1 else ''} rerun: {found.same_tokens} of {found.tokens} tokens "
+        f"{count(found.samples, 'sample')} rerun: {found.same_tokens} of {found.tokens} tokens "
         f"and {found.same_answers} of {found.answers} answers are equal"
     )
     if found.mean is not None and found.submitted_mean is not None:
