@@ -65,8 +65,8 @@ def list_doubts(result: Result) -> Iterator[str]:
     kernel, tokens = result.method.settings.get("kernel"), result.output.reference_tokens
     if strict is not None and tokens is not None and is_narrow(kernel, tokens):
         yield (
-            f"scores are pooled over {kernel} tokens, and an answer has {tokens:.0f} under this tokenizer: only part "
-            "of it may be kept."
+            f"scores are pooled over {kernel} tokens, and the values of an answer have {tokens:.0f} in all under this "
+            "tokenizer: only part of a value may be kept."
         )
 
 

@@ -170,9 +170,23 @@ def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
     example = Example("x", "c", (Turn("q", "", "1234567", ("1234567",), 20),))
     found = warn_of_pooling(spec, example, encoded)
     assert (found is not None) == warned
-    assert found is None or (f"an answer of kv-short has {tokens}" in found and "--set kernel=13" in found)
+    assert found is None or (f"a value of kv-short has {tokens}" in found and "--set kernel=13" in found)
     later = doubt(1.0, strict=1.0, full=False, kernel=kernel, tokens=float(tokens))
-    said = f"scores are pooled over 7 tokens, and an answer has {tokens} under this tokenizer: "
-    assert later == [f"{said}only part of it may be kept."] * warned
+    said = f"scores are pooled over 7 tokens, and the values of an answer have {tokens} in all under this tokenizer: "
+    assert later == [f"{said}only part of a value may be kept."] * warned
     prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
     assert warn_of_pooling(spec, prose, encoded) is None
+
+
+def test_a_kernel_need_not_span_all_values_of_an_answer():
+    """Four values of nine tokens stand at four places; a kernel of 17 spans each of them, and 7 spans none."""
+    values = ("1234567", "2345678", "3456789", "4567890")
+    example = Example("x", "c", (Turn("q", "", f" {', '.join(values)}", values, 80),))
+    encoded = Encoded((1,), (EncodedTurn((2,), (2,), tuple(range(36))),))
+
+    def warn(kernel):
+        method = SimpleNamespace(name="snapkv", settings={"kernel": kernel})
+        return warn_of_pooling(SimpleNamespace(method=method, task=SimpleNamespace(name="mv")), example, encoded)
+
+    assert warn(17) is None
+    assert "a value of mv has 9 under this tokenizer" in warn(7) and "--set kernel=17" in warn(7)
