@@ -1,4 +1,7 @@
-"""ArkVale: each page has a digest, a box around its keys, and a token reads the pages whose boxes promise most."""
+"""ArkVale: a token reads a set of pages, and exchanges those that promise least for those that promise most to it.
+
+The promise of a page is found from its digest, a box around its keys.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.constraints import Natural, Positive
+from kvbench.constraints import Natural, Positive, Share
 from kvbench.kernels.ragged_attention import Partial
 from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.store.chosen import ChosenKV
@@ -17,7 +20,7 @@ from kvbench.techniques.reading import ReadingMethod, mark_ends_and_best
 
 @dataclass(frozen=True)
 class ArkVale(ReadingMethod):
-    """Reads the first and last pages and those with the largest product of query and digest."""
+    """Reads the first and last pages and a set of others, which the tokens' queries renew page by page."""
 
     page: Positive = 16
     """Entries per page."""
@@ -25,6 +28,10 @@ class ArkVale(ReadingMethod):
     """First pages, which are always read."""
     recent: Positive = 2
     """Last pages of the context, which are always read; the last one may be partial."""
+    chosen: Share = 0.5
+    """Share of the budget that each token's query chooses, first and last pages included; the others stay."""
+    most: Positive = 1280
+    """Most entries that each token's query chooses, first and last pages included."""
     box: Literal["mean", "tight"] = "mean"
     """Half the side of the box: the mean distance of the keys from its center, or the largest, which is a bound."""
 
@@ -38,7 +45,7 @@ class ArkVale(ReadingMethod):
         "its keys, tells for every query how important the page may be.",
         arxiv=None,
         year=2024,
-        version="2",
+        version="3",
         family="retrieval",
         stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
@@ -50,17 +57,13 @@ class ArkVale(ReadingMethod):
             "short context's budget. Use --set page=32 for long ones."),
             ("By default entries stay on the device. With tier=host they are on the host, and chosen pages are fetched "
             "for every token; the authors keep a budget of pages on the device and recall those that are missing."),
-            ("The token's own query chooses all pages of the budget. The authors' code reads every page on the device, "
-            "of which the query chooses half by default and a quarter in its README; the others are left from earlier "
-            "tokens."),
+            ("The query chooses one page at least. The authors' code refuses budgets of less than eight pages, half of "
+            "which would be the first and last ones."),
             "Later entries are always read, in addition to the budget; the authors page them like the context.",
             "Every layer chooses pages; the first two read everything in the authors' benchmarks.",
             "Each token of a question chooses its own pages, as if it were decoded.",
         ),
-        unverified=(
-            ("The paper (NeurIPS 2024, no arXiv id) was not at hand; sinks, recent, box and heads are those of the "
-            "release."),
-        ),
+        unverified=("The paper names neither sinks nor recent: both are those of the authors' code.",),
         limits=(
             "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
             "With box=mean a digest is no bound: a single key far from the others may be missed.",
@@ -68,40 +71,61 @@ class ArkVale(ReadingMethod):
     )
 
     def minimum_entries(self) -> int:
-        """The first and last pages and one entry to choose."""
-        return (self.sinks + self.recent) * self.page + 1
+        """The first and last pages and one to choose."""
+        return (self.sinks + self.recent + 1) * self.page
 
     def recent_start(self, length: int) -> int:
         """The page that the recent pages start with."""
         return -(-length // self.page) - self.recent
 
     def start(self, kv: ChosenKV, step: Step) -> None:
-        """Make the digests of all full pages: the lower and upper corner of their boxes."""
-        del step
+        """Make the digests of all full pages, and let the context's last query choose the first set of pages.
+
+        A digest is the lower and upper corner of a box.
+        """
         keys = kv.keys[:, :, : kv.n // self.page * self.page].float().unflatten(2, (-1, self.page))
         center = (keys.amax(3) + keys.amin(3)) / 2
         distance = (keys - center[:, :, :, None]).abs()
         half = distance.mean(3) if self.box == "mean" else distance.amax(3)
         corners = torch.stack([center - half, center + half], dim=3)
         kv.start({"digest": corners.to(kv.keys.dtype)})  # [B, H_kv, pages, 2, D]
+        promise = self.estimate(self.between(kv), step.query[:, :, -1])
+        kv.state["resident"] = mark_ends_and_best(promise, self.pages(kv.indexed), 0, 0)
+
+    def between(self, kv: ChosenKV) -> Tensor:
+        """Digests of the pages between the first and the last ones. [B, H_kv, pages, 2, D]"""
+        return kv.index["digest"][:, :, self.sinks : self.recent_start(kv.indexed)]
+
+    def pages(self, length: int) -> int:
+        """Pages of the budget between the first and the last ones."""
+        assert self.rows is not None
+        last = length - self.recent_start(length) * self.page
+        return (self.rows - self.sinks * self.page - last) // self.page
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
-        """Attention over the first, the last and the best pages, and over later entries."""
+        """Attention over the first, the last and the resident pages, and over later entries.
+
+        Pages that the query chooses become resident, in place of those that promise the least.
+        """
         assert self.rows is not None
-        last = self.recent_start(kv.indexed)
-        digest = kv.scan(kv.index["digest"][:, :, self.sinks : last]).float()
-        query = step.query[:, :, 0].float().unflatten(1, (digest.shape[1], -1))  # [B, H_kv, G, D]
-        promise = self.score(query, digest).mean(2)  # [B, H_kv, pages]
-        if self.heads == "layer":
-            promise = promise.mean(1, keepdim=True).expand_as(promise)
-        promise = promise.repeat_interleave(self.page, dim=2)
-        scores = promise.new_zeros((*promise.shape[:2], kv.indexed))
-        scores[:, :, self.sinks * self.page : last * self.page] = promise
-        mask = torch.ones((*promise.shape[:2], seen), dtype=torch.bool, device=promise.device)
-        mask[:, :, : kv.indexed] = mark_ends_and_best(
-            scores, self.rows, self.sinks * self.page, kv.indexed - last * self.page
-        )
+        pages, resident = self.pages(kv.indexed), kv.state["resident"]
+        count = int(min(self.chosen * self.rows, self.most)) // self.page - self.sinks - (self.recent - 1)
+        promise = self.estimate(kv.scan(self.between(kv)), step.query[:, :, 0])
+        chosen = mark_ends_and_best(promise, min(pages, max(1, count)), 0, 0)
+        kept = promise.masked_fill(~resident, -torch.inf).masked_fill(chosen, torch.inf)
+        resident.copy_(mark_ends_and_best(kept, pages, 0, 0))
+        mask = torch.ones((len(promise), kv.keys.shape[1], seen), dtype=torch.bool, device=promise.device)
+        between = slice(self.sinks * self.page, self.recent_start(kv.indexed) * self.page)
+        mask[:, :, between] = resident.repeat_interleave(self.page, dim=2)
         return kv.read(step, mask)
+
+    def estimate(self, digests: Tensor, query: Tensor) -> Tensor:
+        """The promise of every page. [B, H_kv, pages], or [B, 1, pages] where the heads of a layer choose together
+
+        digests: [B, H_kv, pages, 2, D]. query: [B, H_q, D].
+        """
+        promise = self.score(query.float().unflatten(1, (digests.shape[1], -1)), digests.float()).mean(2)
+        return promise.mean(1, keepdim=True) if self.heads == "layer" else promise
 
     def score(self, query: Tensor, digest: Tensor) -> Tensor:
         """The largest product of each query with a point of each box. [B, H_kv, G, pages]
@@ -112,10 +136,14 @@ class ArkVale(ReadingMethod):
         return query.clamp_min(0) @ upper.mT + query.clamp_max(0) @ lower.mT
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes of the digests of all full pages."""
-        return layer.kv_heads * (shape.length // self.page) * 2 * layer.key_dim * shape.itemsize
+        """Bytes of the digests of all full pages, and of the marks of resident pages, of one byte each."""
+        marks = (1 if self.heads == "layer" else layer.kv_heads) * (self.recent_start(shape.length) - self.sinks)
+        return layer.kv_heads * (shape.length // self.page) * 2 * layer.key_dim * shape.itemsize + marks
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes that a token reads: the digests of the pages that it may choose, and entries."""
-        pages = self.recent_start(shape.length) - self.sinks
-        return self.entry_bytes(layer, shape) + layer.kv_heads * pages * 2 * layer.key_dim * shape.itemsize
+        """Bytes that a token reads: the digests of the pages that it may choose, and entries of whole pages."""
+        assert self.rows is not None
+        digests = (self.recent_start(shape.length) - self.sinks) * 2 * layer.key_dim
+        last = shape.length - self.recent_start(shape.length) * self.page
+        entries = (self.sinks + self.pages(shape.length)) * self.page + last
+        return layer.kv_heads * (digests + entries * (layer.key_dim + layer.value_dim)) * shape.itemsize

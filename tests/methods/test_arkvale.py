@@ -42,31 +42,59 @@ def naive(query, keys, box):
     return scores
 
 
-def choose(scores, rows, t):
-    """Entries that are read for the t-th new token."""
-    chosen = [*range(4), *range(24, 30), *range(30, 31 + t)]
-    left = rows - 10
-    for page in sorted(scores, key=lambda x: -scores[x]):
-        chosen += range(page * 4, page * 4 + min(4, max(0, left)))
-        left -= 4
-    return sorted(chosen)
+def exchange(scores, resident, count):
+    """The resident pages after a token: its `count` best, and of those before it the ones that promise most."""
+    best = sorted(scores, key=lambda x: -scores[x])
+    chosen = best[:count]
+    return {*chosen, *[x for x in best if x in resident and x not in chosen][: len(resident) - count]}
 
 
 @pytest.mark.parametrize("box", ["mean", "tight"])
+@pytest.mark.parametrize("chosen", [0.6, 0.9], ids=["one page", "two pages"])
 @pytest.mark.parametrize(("tier", "heads"), [("device", "layer"), ("host", "layer"), ("device", "group")])
-def test_outputs_are_those_of_the_definition(box, tier, heads, make_step):
-    """Two tokens, two KV heads, a budget that ends inside a page; heads choose together and alone, from both tiers."""
-    method = ArkVale(page=4, sinks=1, recent=2, box=box, tier=tier, heads=heads, rows=16, length=30)
-    output, step, keys, values, kv = answer(method, make_step)
-    for t in range(2):
-        alone = [naive(step.query[0, x * 2 : x * 2 + 2, t], keys[0, x], box) for x in range(2)]
+def test_outputs_are_those_of_the_definition(box, chosen, tier, heads, make_step):
+    """Four tokens, two KV heads and a budget of two and a half pages between the first and last ones."""
+    method = ArkVale(page=4, sinks=1, recent=2, box=box, tier=tier, heads=heads, chosen=chosen, rows=20, length=30)
+    output, step, keys, values, kv = answer(method, make_step, tokens=4)
+    last = draw(1, 4, 30, 8)[0, :, -1]
+
+    def promise(query):
+        alone = [naive(query[x * 2 : x * 2 + 2], keys[0, x], box) for x in range(2)]
         together = {page: alone[0][page] + alone[1][page] for page in alone[0]}
+        return [together, together] if heads == "layer" else alone
+
+    resident = [set(sorted(x, key=lambda page: -x[page])[:2]) for x in promise(last)]
+    for t in range(4):
+        scores = promise(step.query[0, :, t])
         for head in range(2):
+            resident[head] = exchange(scores[head], resident[head], 1 if chosen == 0.6 else 2)
+            read = [*range(4), *[page * 4 + i for page in sorted(resident[head]) for i in range(4)], *range(24, 31 + t)]
             query = step.query[0, head * 2 : head * 2 + 2, t]
-            chosen = choose(together if heads == "layer" else alone[head], 16, t)
-            weights = (query @ keys[0, head, chosen].T * 0.35).softmax(-1)
-            assert torch.allclose(output[0, head * 2 : head * 2 + 2, t], weights @ values[0, head, chosen], atol=1e-5)
-    assert kv.reads["entries_read"] == 2 * (17 + 18)
+            weights = (query @ keys[0, head, read].T * 0.35).softmax(-1)
+            assert torch.allclose(output[0, head * 2 : head * 2 + 2, t], weights @ values[0, head, read], atol=1e-5)
+    assert kv.reads["entries_read"] == 2 * sum(18 + 1 + t for t in range(4))
+
+
+def test_a_page_stays_until_others_promise_more(make_step):
+    """A query that chooses one page leaves the other resident one; the page that promises least goes."""
+    method = ArkVale(page=4, sinks=1, recent=2, chosen=0.6, rows=20, length=30)
+    key = torch.zeros(1, 2, 30, 8)
+    for page in range(1, 6):
+        key[:, :, page * 4 : page * 4 + 4, page] = 1.0
+    kv, wants = method.layer(0), draw(1, 4, 30, 8) * 0
+    wants[:, :, -1, 1], wants[:, :, -1, 2] = 2.0, 1.0
+    step = make_step(wants, key, key)
+    kv.append(step)
+    method.evict(kv, step)
+    found = [kv.state["resident"][0, 0].nonzero().flatten().tolist()]
+    for page in (4, 4, 1, 5):
+        query = torch.zeros(1, 4, 1, 8)
+        query[..., page], query[..., 2] = 2.0, 1.0
+        more = make_step(query, key[:, :, :1] * 0, key[:, :, :1], before=kv.total, moment=Moment.TURN_END)
+        kv.append(more)
+        method.attend(kv, more)
+        found.append(kv.state["resident"][0, 0].nonzero().flatten().tolist())
+    assert found == [[0, 1], [1, 3], [1, 3], [0, 1], [1, 4]]  # page 2 of the context is number 1 here
 
 
 def test_a_tight_box_bounds_every_key():
@@ -97,6 +125,6 @@ def test_a_mean_box_may_miss_a_single_key(make_step):
 
 @pytest.mark.parametrize("heads", ["layer", "group"])
 def test_bytes_read_are_digests_and_entries(heads, make_step):
-    """Five digests that may be chosen, and 16 entries and the token's own, per KV head in float32."""
-    *_, kv = answer(ArkVale(page=4, sinks=1, recent=2, heads=heads, rows=16, length=30), make_step, tokens=1)
-    assert kv.read_bytes() == 2 * (5 * 2 * 8 * 4 + 17 * 2 * 8 * 4)
+    """Five digests that may be chosen, two pages, ten entries of the ends and the token's own, per KV head."""
+    *_, kv = answer(ArkVale(page=4, sinks=1, recent=2, heads=heads, rows=20, length=30), make_step, tokens=1)
+    assert kv.read_bytes() == 2 * (5 * 2 * 8 * 4 + 19 * 2 * 8 * 4)
