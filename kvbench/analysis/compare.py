@@ -18,7 +18,7 @@ from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec, shorten
 
 SCORE_PROTOCOL = (
-    "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.settings",
+    "task.name", "model.sha256", "model.tokenizer_sha256", "model.dtype", "task.version", "task.code", "task.settings",
     "task.length", "task.prompt_id", "task.dataset_revision", "task.scorer", "task.chat_template_sha", "task.bos",
     "task.truncation", "task.stop", "mode", "visibility", "history", "spec.recompress", "spec.split", "spec.seed",
     "spec.samples", "spec.turns", "spec.parts", "spec.generation", "spec.device",

@@ -282,6 +282,14 @@ def test_methods_and_machines_may_differ_in_score_comparisons(result):
         assert name_questions(result.spec.model_copy(update=change)) != name_questions(result.spec)
 
 
+def test_an_edited_task_of_one_s_own_is_another_task(result):
+    """Its version may be the same: a file that was edited may score the same answers otherwise."""
+    task = result.spec.task
+    codes = ("a" * 64, "b" * 64)
+    edited = [result.spec.model_copy(update={"task": task.model_copy(update={"code": x})}) for x in codes]
+    assert len({name_questions(x) for x in (result.spec, *edited)}) == 3
+
+
 # Minimum detectable effect
 
 
