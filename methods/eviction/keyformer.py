@@ -49,15 +49,14 @@ class Keyformer(RollingMethod):
         upstream=Upstream(repo="d-matrix-ai/keyformer-llm", commit="f327831", license="Apache-2.0"),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
-            "Dropped entries are freed; the authors' code for GPT-J masks them.",
-            ("An entry that leaves the recent ones competes with the older ones, as in the paper. The authors' code "
-            "for GPT-J and Cerebras-GPT drops it: its mask counts the next token as recent, its choice does not."),
+            "Dropped entries are freed; the code of the authors' three models masks them.",
+            ("An entry that leaves the recent ones competes with the older ones, as in the paper. The code of the "
+            "authors' three models drops it: its mask counts the next token as recent, its choice does not."),
+            ("The temperature rises by 0.01 with every token, the default of the authors' models. The paper and their "
+            "programs for summaries and conversations divide a rise from 1 to 2 by the tokens to generate."),
             ("Noise depends on the seed, the layer, the head and the positions of query and key, so that the size of "
             "chunks does not matter. The sequences of a batch share it, and each has its own scores."),
             "The tokens of a later question raise the temperature like generated tokens; the paper has one prompt.",
-        ),
-        unverified=(
-            "rise: the default of the authors' code; the paper divides a rise from 1 to 2 by the tokens to generate.",
         ),
         limits=(
             "A number is drawn for every pair of query and key in every head, which takes longer than the attention.",
