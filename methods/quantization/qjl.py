@@ -73,8 +73,8 @@ class QJL(CodedMethod):
         upstream=Upstream(repo="amirzandieh/QJL", commit="421d61c", license="Apache-2.0"),
         deviations=(
             ("Keys and values since the last multiple of 128 entries stay exact, and a later turn's are encoded at its "
-            "end. The authors encode keys in the same blocks, but keep the last 128 values of a prompt exact and never "
-            "encode later ones."),
+            "end. The authors encode keys in the same blocks and keep the last 128 values exact. After a prompt their "
+            "code for Llama 2 encodes the oldest of these at every step, their code for Llama 3 no value."),
             "The first layers are 15 of 32, in proportion to the model's depth; the authors' are 15 in every model.",
             ("Outlier channels are those of the largest norm over the whole context, per KV head; the authors choose 8 "
             "of 128 channels for every 32 tokens, which cannot be done for single tokens."),
