@@ -50,10 +50,14 @@ class WindowKV(Method):
         budget=BudgetKind.STORED,
         paper_budget="2048",
         heads="pooled",
-        upstream=Upstream(repo="optim996/WindowKV", commit=None, license=None),
+        upstream=Upstream(repo="optim996/WindowKV", commit="7513467", license=None),
         deviations=(
             ("The kind of task is a setting, `best`; the authors train a classifier. Their code maps questions to the "
             "mean of the best tokens and other tasks to the mean of all, the paper the other way round."),
+            ("`best` does not change `window`; the authors' script has 16 last tokens for the mean of all and 32 for "
+            "that of the best half."),
+            ("Of a last window that is shorter, `best` takes a share; the authors' code takes as many tokens as of the "
+            "other windows."),
             ("Budgets count the last tokens and add up to the requested one: of the last window that is kept, the "
             "first tokens stay. The authors' code adds the last tokens to its budgets and keeps whole windows only."),
             "A group may be smaller than `share`, where layers are left; the authors' code fails there.",
