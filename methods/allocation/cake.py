@@ -41,7 +41,7 @@ class CAKE(CascadeMethod):
         budget=BudgetKind.STORED,
         paper_budget="1024",
         heads="pooled",
-        upstream=Upstream(repo="antgroup/cakekv", commit=None, license=None),
+        upstream=Upstream(repo="antgroup/cakekv", commit="c4675ce", license=None),
         deviations=(
             ("Shares are in exact proportion to the preferences, up to all entries of a layer, and add up to the "
             "budget. The authors' code spreads what a full layer leaves evenly, so that a budget can grow later and "
@@ -50,10 +50,8 @@ class CAKE(CascadeMethod):
             "A budget just below the context is met too; the authors' code keeps everything up to a window above it.",
             "Entries after the context are kept. The authors' code also evicts an entry in every step.",
             "Layers with a sliding window keep an equal share of it each.",
-        ),
-        unverified=(
-            ("dispersion and shift: the authors tune them per model and budget, such as 1.6 and 0.4 for Llama-3.1-8B "
-            "at 1,024 entries. Their code takes 1 and 1 for any other model."),
+            ("`dispersion` and `shift` are 1, as in the authors' code for a model without values of its own. It has "
+            "values for five models at two budgets, such as 1.6 and 0.4 for Llama-3.1-8B at 1,024 entries."),
         ),
         limits=("Entries are chosen by the last tokens: a question that is asked later does not affect the choice.",),
     )
