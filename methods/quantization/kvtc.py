@@ -70,7 +70,8 @@ class Kvtc(StreamMethod):
             ("bits is 2, the least of the paper's four compressions, 8 to 64 before DEFLATE. Its budget includes the "
             "scales of groups."),
             "DEFLATE is that of zlib on the host; the paper uses nvCOMP on the GPU.",
-            "Components are found on Python's manual when a run starts; the paper's text is larger and mixed.",
+            ("Components are found on Python's manual when a run starts, from all tokens; the paper's text is larger "
+            "and mixed, without the first 4 and last 128 tokens of a sequence."),
         ),
         unverified=("tokens: chosen so that calibration takes seconds.",),
         limits=(
