@@ -73,7 +73,7 @@ class KVQuant(CodedMethod):
             ("Levels have the least squared error over the text. The authors weigh elements by the Fisher information, "
             "for which they need gradients; nor is their normalization for 2 bits (Q-Norm) built."),
             ("Ranges and levels are made on Python's manual when a run starts; the authors use 16 sequences of 2,048 "
-            "tokens of Wikitext."),
+            "tokens of Wikitext and leave the exact first tokens out of the levels."),
             ("Every later entry is encoded when it arrives; it is the authors' way too, and the context is exact until "
             "its last chunk."),
         ),
