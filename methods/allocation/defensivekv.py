@@ -26,7 +26,7 @@ DEVIATIONS = (
     "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
 )
 TINY = torch.finfo(torch.float32).tiny
-UPSTREAM = Upstream(repo="FFY0/DefensiveKV", commit=None, license=None)
+UPSTREAM = Upstream(repo="FFY0/DefensiveKV", commit="9251b95", license="Apache-2.0")
 LIMITS = (
     ("Where the first stage needs the whole budget, as with diffuse attention, the mean alone decides, and every head "
     "keeps equally many: lower first_stage for the worst case to count."),
