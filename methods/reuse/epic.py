@@ -28,7 +28,7 @@ class Epic(ApartMethod):
         stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="independent",
-        upstream=Upstream(repo="DerekHJH/epic", commit="3204410", license=None),
+        upstream=Upstream(repo="DerekHJH/epic", commit="3204410", license="Apache-2.0"),
         deviations=(
             "Documents have no beginning-of-text token of their own: the prompt is that of the task, for every method.",
         ),

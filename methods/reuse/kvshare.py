@@ -63,7 +63,9 @@ class KVShare(ReuseMethod):
         stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="pooled",
-        upstream=Upstream(repo="SheepHuan/vllm_plus", commit="b425db84738f608ffb1a6af8aafefa2e294fa148", license=None),
+        upstream=Upstream(
+            repo="SheepHuan/vllm_plus", commit="b425db84738f608ffb1a6af8aafefa2e294fa148", license="Apache-2.0"
+        ),
         deviations=(
             ("The released code takes ranks among the tokens taken over (" + CODE + ", line 742) for places in the "
             "prompt (lines 748, 756 and 784), and so scores and computes other tokens behind the first new one; "
