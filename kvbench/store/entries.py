@@ -149,6 +149,8 @@ def match_holes(indices: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     """
     count = indices.shape[2]
     kept = entries - count
+    if count == 1:  # of every decode step: the last entry goes into the hole, or is the one that leaves
+        return torch.full_like(indices, kept), indices
     holes = indices.sort(-1).values  # those below `kept` come first
     back = torch.ones((*indices.shape[:2], count), dtype=torch.bool, device=indices.device)
     # A victim among the last entries is no source. Victims below `kept` mark an extra column that is cut off.
