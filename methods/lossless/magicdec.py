@@ -33,6 +33,7 @@ class MagicDec(Verified):
         "small part of its own cache, and one pass over the full cache verifies several tokens.",
         arxiv="2408.11049",
         year=2024,
+        version="2",
         family="lossless",
         stages=("generation",),
         budget=BudgetKind.READ,
@@ -41,10 +42,9 @@ class MagicDec(Verified):
         upstream=Upstream(repo="Infini-AI-Lab/MagicDec", commit="09cd671", license="Apache-2.0"),
         deviations=(
             "The budget is entries per KV head of the draft; the authors' draft_budget of 257 counts the newest token.",
-            ("SnapKV scores with its own defaults here (window 32, kernel 7, max). The authors' code pools by the mean "
-            "of 5 entries and does not scale its logits."),
-            ("With draft=streaming-llm, 4 first entries stay, and entries of the context are those of the full cache. "
-            "The authors' code keeps 16, and its draft reads the prompt through its own window."),
+            "SnapKV scales its logits; the authors' code does not.",
+            ("With draft=streaming-llm, entries of the context are those of the full cache; the authors' draft reads "
+            "the prompt through its own window."),
             ("After a round the draft takes the accepted entries as the full cache computed them; SnapKV's choice in "
             "the context stays, and StreamingLLM's window slides on."),
         ),
@@ -58,9 +58,10 @@ class MagicDec(Verified):
 
     @cached_property
     def drafter(self) -> Method:
-        """The method of the small cache."""
-        kind = SnapKV if self.draft == "snapkv" else StreamingLLM
-        return kind(rows=self.rows, length=self.length)
+        """The method of the small cache, with the settings of the authors' code."""
+        if self.draft == "snapkv":
+            return SnapKV(kernel=5, pool="avg", rows=self.rows, length=self.length)
+        return StreamingLLM(sinks=16, rows=self.rows, length=self.length)
 
     def bind(self, model: Model) -> Self:
         """Let the drafter refuse the model (`UserError`)."""
