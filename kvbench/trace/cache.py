@@ -83,6 +83,8 @@ class PrefixCache:
                 children[parent] += 1
         self.used += len(blocks) - found
         policy.served(index, request)
+        for block in policy.changed(request.time):
+            self._offer(block)
         if blocks:
             self._shrink(request, blocks)
         if until is not None and (last := self.look_up(blocks)):
@@ -91,12 +93,10 @@ class PrefixCache:
         return found
 
     def _release(self, now: float) -> None:
-        """Unpin what ended before now, drop what expired, and rank blocks anew whose priority changed with time."""
+        """Unpin what ended before now, and drop what expired."""
         while self._running and self._running[0][0] <= now:
             _, block = heapq.heappop(self._running)
             self.pins[block] -= 1
-            self._offer(block)
-        for block in self.policy.changed(now):
             self._offer(block)
         if self.policy.expires:
             for heap in self._leaves.values():

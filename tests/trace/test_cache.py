@@ -153,6 +153,22 @@ def test_a_fixed_time_drops_blocks_although_there_is_room(make_trace):
     assert simulate(trace, POLICIES["ttl"](seconds=5.0), 10).hits == (0, 1, 0, 0, 1)
 
 
+@pytest.mark.parametrize(("agent", "block"), [("a", 1), ("c", 5)])
+def test_kvflow_evicts_by_the_steps_of_now(agent, block):
+    """The last prefix evicts that of b, which no agent waits for any more: not the rest of a's, whose end is gone."""
+    tree = PrefixTree()
+    rows = [
+        ("a", [1, 2], 2, ()), ("b", [3], 1, ()), (None, [4], 0, None), ("c", [5], 1, ("a", "b")), ("d", [6], 1, ("a",)),
+        (agent, [block], 1, ()),
+    ]
+    requests = tuple(
+        TraceRequest(float(i), tree.add(ids), 10, 1, session="s", agent=name, fixed_blocks=fixed, upcoming=upcoming)
+        for i, (name, ids, fixed, upcoming) in enumerate(rows)
+    )
+    trace = Trace("test", requests, 10, tuple(tree.parents))
+    assert simulate(trace, POLICIES["kvflow"](), 3).hits == (0, 0, 0, 0, 0, 1)
+
+
 def test_hit_rates_by_hand(make_trace):
     """Two of four blocks, 20 of 40 tokens, and the mean over requests of 0 and 2/2."""
     trace = make_trace([[1, 2], [1, 2]])

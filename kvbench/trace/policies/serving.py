@@ -145,7 +145,7 @@ class KVFlow(BlockPolicy):
         """Agents by block and steps by (workflow, agent)."""
         super().prepare(trace, capacity)
         self.agents: dict[int, set[str]] = {}
-        self.ends: dict[str, int] = {}
+        self.prefixes: dict[str, tuple[int, ...]] = {}
         self.steps: dict[str, dict[str, int]] = {}
         self.renewed: set[int] = set()
 
@@ -160,15 +160,16 @@ class KVFlow(BlockPolicy):
         for block in request.blocks[: request.fixed_blocks]:
             self.agents.setdefault(block, set()).add(request.agent)
         if request.fixed_blocks:
-            self.ends[request.agent] = request.blocks[request.fixed_blocks - 1]
+            self.prefixes[request.agent] = request.blocks[: request.fixed_blocks]
         ahead: dict[str, int] = {}
         for step, agent in enumerate(request.upcoming or (), 1):
             ahead.setdefault(agent, step)
+        before = self.steps.get(request.session or "", {})
         self.steps[request.session or ""] = ahead
-        self.renewed.update(self.ends[x] for x in ahead if x in self.ends)
+        self.renewed.update(block for x in (*before, *ahead) for block in self.prefixes.get(x, ()))
 
     def changed(self, now: float) -> Iterable[int]:
-        """Ends of fixed prefixes whose steps have changed."""
+        """Blocks of fixed prefixes whose steps have changed; the end of one may have been evicted."""
         del now
         renewed, self.renewed = self.renewed, set()
         return sorted(renewed)
