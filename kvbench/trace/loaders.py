@@ -11,7 +11,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,8 @@ def read_azure(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None, l
     def moment(line: _Line) -> float:
         text = line.text("TIMESTAMP") or ""
         try:
-            return datetime.fromisoformat(text[:26]).timestamp()
+            found = datetime.fromisoformat(text)
+            return (found.replace(tzinfo=UTC) if found.tzinfo is None else found).timestamp()
         except ValueError:
             raise UserError(f"{line.where}: TIMESTAMP must be a date and time, got {_shown(text)}.") from None
 

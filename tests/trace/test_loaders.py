@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,24 @@ def test_a_cut_line_is_refused(tmp_path):
     path.write_text(path.read_text()[:-20])
     with pytest.raises(UserError, match="line 2: not JSON"):
         load(path)
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="this system has no tzset")
+@pytest.mark.parametrize("stamps", [
+    ("2024-05-10 00:00:00.500000+00:00", "2024-05-10 00:00:02+00:00", "2024-05-10 00:00:03.500000+00:00"),
+    ("2023-11-05 01:59:58.5000000", "2023-11-05 02:00:00.0000000", "2023-11-05 02:00:01.5000000"),
+])
+def test_times_of_azure_do_not_depend_on_the_time_zone_of_the_machine(tmp_path, monkeypatch, stamps):
+    """Neither with time zones, where whole seconds have no fraction, nor without, where local clocks are put back."""
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{x},1,2\n" for x in stamps))
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        assert [x.time for x in load(path).requests] == [0, 1.5, 3]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(("text", "message"), [
