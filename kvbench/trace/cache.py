@@ -68,7 +68,7 @@ class PrefixCache:
         until: the time at which the request ends; its blocks are pinned until then.
         """
         policy, blocks = self.policy, request.blocks
-        self._release(request.time)
+        self.release(request.time)
         found = self.look_up(blocks)
         if self.capacity <= 0:
             self.rejected += len(blocks)
@@ -92,7 +92,7 @@ class PrefixCache:
             heapq.heappush(self._running, (until, blocks[last - 1]))
         return found
 
-    def _release(self, now: float) -> None:
+    def release(self, now: float) -> None:
         """Unpin what ended before now, and drop what expired."""
         while self._running and self._running[0][0] <= now:
             _, block = heapq.heappop(self._running)
@@ -189,8 +189,9 @@ def simulate(
     for index, request in enumerate(trace.requests):
         until = None
         if seconds_per_token is not None:
-            missing = len(request.blocks) - cache.look_up(request.blocks)
-            until = request.time + missing * (trace.block_tokens or 0) * seconds_per_token[0]
+            cache.release(request.time)
+            found = cache.look_up(request.blocks) * (trace.block_tokens or 0)
+            until = request.time + max(0, request.input_tokens - found) * seconds_per_token[0]
             until += request.output_tokens * seconds_per_token[1]
         hits.append(cache.serve(index, request, until))
     return Simulation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -110,6 +111,15 @@ def test_running_requests_are_not_evicted(make_trace):
     pinned = simulate(trace, LRU(), 2, seconds_per_token=(1.0, 1.0))
     assert pinned.hits == (0, 0, 2) and pinned.rejected == 2
     assert simulate(trace, LRU(), 2).hits == (0, 0, 0)
+
+
+def test_a_request_runs_as_long_as_its_missing_tokens_take(make_trace):
+    """The first block has expired: the second request computes all of its 24 tokens and still runs at 40 s."""
+    trace = make_trace([[1], [1, 2], [3]])
+    first, second, third = trace.requests
+    requests = (first, replace(second, time=20.0, input_tokens=24, output_tokens=0), replace(third, time=40.0))
+    ran = simulate(replace(trace, requests=requests), POLICIES["ttl"](seconds=15), 2, seconds_per_token=(1.0, 0.0))
+    assert (ran.evictions, ran.rejected) == (0, 1)
 
 
 def test_a_policy_without_its_fields_is_refused(make_trace):
