@@ -103,7 +103,7 @@ def run_command(
         raise UserError(f"output '{output}' must end in .html.")
     if output is not None and not output.resolve().parent.is_dir():
         raise UserError(f"output '{output}' cannot be written: no folder {output.parent}. Make it or give another -o.")
-    found = _find(trace, kind, seed)
+    found = _find_blocks(trace, kind, seed)
     if order not in ("arrival", "prefix"):
         raise unknown("order", order, ("arrival", "prefix"))
     if order == "prefix":
@@ -139,7 +139,7 @@ def tiers_command(
     from kvbench.trace.measures import read_capacity
     from kvbench.trace.tiers import TIERS, serve_tiers
 
-    found = _find(trace, kind)
+    found = _find_blocks(trace, kind)
     ran = serve_tiers(found, [read_capacity(x, found) for x in blocks or ["1%", "10%", "50%"]])
     rows = list(zip(TIERS, ran.capacities, ran.hits, strict=False))
     print_table(f"{TITLE}: {found.name}", ("tier", "blocks", "hit rate of the tier"), [
@@ -169,7 +169,7 @@ def route_command(
     from kvbench.trace.measures import read_capacity
     from kvbench.trace.routing import ROUTERS, route
 
-    found = _find(trace, kind, seed)
+    found = _find_blocks(trace, kind, seed)
     capacity = read_capacity(blocks, found)
     rows = [route(found, x, instances, capacity, seed=seed) for x in router or list(ROUTERS)]
     print_table(
@@ -227,7 +227,7 @@ def isolate_command(
     from kvbench.trace.isolation import SALTS, isolate
     from kvbench.trace.measures import read_capacity
 
-    found = _find(trace, kind)
+    found = _find_blocks(trace, kind)
     rows = [isolate(found, x, read_capacity(blocks, found)) for x in SALTS if x == "none" or found.has(x)]
     print_table(f"{TITLE}: {found.name}", ("salt", "hit rate", "lost", "threshold: true, false positives"), [
         (x.salt, f"{x.hit_rate:.4f}", f"{x.lost:.4f}", "; ".join(f"{t:.0%}: {a:.2f}, {b:.2f}" for t, a, b in x.probes))
@@ -274,12 +274,17 @@ def _find(name: str, kind: str | None, seed: int = 0) -> Trace:
     return find_trace(name, kind=kind, seed=seed)
 
 
+def _find_blocks(name: str, kind: str | None, seed: int = 0) -> Trace:
+    found = _find(name, kind, seed)
+    if not found.references:
+        raise UserError(f"trace {found.name} has lengths and no blocks. Use it with `kvbench trace memory`.")
+    return found
+
+
 def _choose(asked: list[str], trace: Trace) -> list[str]:
     """Policies by name; `all` leaves out those that need a field which the trace lacks."""
     from kvbench.trace.policies import POLICIES
 
-    if not trace.references:
-        raise UserError(f"trace {trace.name} has lengths and no blocks. Use it with `kvbench trace memory`.")
     if asked == ["all"]:
         return [x for x, kind in POLICIES.items() if all(map(trace.has, kind.needs))]
     for name in asked:

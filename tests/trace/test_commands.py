@@ -73,6 +73,16 @@ def test_wrong_requests_end_with_one_line(kvbench, arguments, message):
     assert answer.code == 2 and message in answer.err and len(answer.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("arguments", [["run"], ["tiers"], ["route"], ["isolate"]])
+def test_a_trace_of_lengths_has_no_hit_rates(kvbench, tmp_path, arguments):
+    """It has no blocks to find, so hit rates of 0 would be no result."""
+    path = tmp_path / "lengths.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n")
+    answer = kvbench("trace", *arguments, "--trace", path, "--blocks", "100")
+    assert answer.code == 2
+    assert answer.err == "kvbench: trace lengths has lengths and no blocks. Use it with `kvbench trace memory`.\n"
+
+
 def test_the_name_of_a_page_is_checked_before_the_simulation(kvbench, monkeypatch):
     """A long trace takes minutes."""
     monkeypatch.setattr("kvbench.cli.trace._find", lambda *_: pytest.fail("a trace was read"))
