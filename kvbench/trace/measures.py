@@ -64,13 +64,15 @@ def bytes_per_token(model: str) -> int:
     """Bytes of KV entries that a published architecture stores per token, in 16 bits.
 
     Raises:
-        UserError: an unknown architecture.
+        UserError: an unknown architecture, or a diffusion model.
     """
     from kvbench.registry import ARCHITECTURES, list_architectures
 
     if model not in list_architectures():
         raise unknown("model", model, list_architectures())
     config = json.loads((ARCHITECTURES / model / "config.json").read_text(encoding="utf-8"))
+    if "num_attention_heads" not in config:
+        raise UserError(f"model '{model}' is a diffusion model, which keeps no KV entries of a prompt. Give another.")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * heads * width * 2)

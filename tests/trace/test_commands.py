@@ -61,6 +61,7 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--format", "azure"], "--format azure is for the path of a file, and 'synthetic' is a name."),
     (["run", "-o", "missing/x.html"], "output 'missing/x.html' cannot be written: no folder"),
     (["run", "--model", "llama"], "unknown model 'llama'"),
+    (["run", "--model", "llada-8b"], "model 'llada-8b' is a diffusion model, which keeps no KV entries of a prompt"),
     (["run", "-o", "x.txt"], "must end in .html"),
     (["add", "azure"], "unknown trace 'azure'"),
     (["add", "minilm2"], "Did you mean 'minilm'?"),
