@@ -749,6 +749,15 @@ SOURCES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] =
     "a name that looks like a registered one": (
         lambda x: as_own_method(x, name="5napkv"), "method: its name '5napkv' can be taken for the registered method",
     ),
+    "a registered name with a + in it": (
+        lambda x: as_own_method(x, name="sn+apkv"), "method: its name 'sn+apkv' can be taken for the registered method",
+    ),
+    "a registered name before a +": (
+        lambda x: as_own_method(x, name="snapkv+"), "method: its name 'snapkv+' has a + without a method on both sides",
+    ),
+    "a composition after a +": (
+        lambda x: as_own_method(x, name="+knorm+adakv"), "method: its name '+knorm+adakv' has a + without a method",
+    ),
     "two letters that look like one": (
         lambda x: as_own_method(x, name="window-diffusi0n"), "method: its name 'window-diffusi0n' can be taken for",
     ),

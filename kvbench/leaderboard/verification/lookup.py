@@ -69,13 +69,16 @@ def check_method_name(name: str) -> None:
     """Check that no reader can take the name for another one.
 
     Raises:
-        RefusedError: it is not printable ASCII, or differs from a registered name only in case, punctuation or
-            characters that look alike.
+        RefusedError: it is not printable ASCII, has a + that joins no methods, or differs from a registered name only
+            in case, punctuation or characters that look alike.
     """
     if not name or not name.isascii() or not name.isprintable() or name != name.strip():
         raise RefusedError("method", f"its name {quote(name)} is not printable ASCII")
+    parts = name.split("+")
+    if not all(parts):
+        raise RefusedError("method", f"its name {quote(name)} has a + without a method on both sides")
     skeletons = {skeleton(x): x for x in _names("method")}
-    for part in name.split("+"):
+    for part in (*parts, name):
         known = skeletons.get(skeleton(part), part)
         if part != known:
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
