@@ -453,6 +453,9 @@ STATED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] = 
         lambda files: edit(files, RESULT, lambda x: x["method"]["card"].update(deviations=[])),
         "code: its source hashes are those of the verifier's own code, and its card differs in deviations",
     ),
+    "a version in other digits than 0 to 9": (
+        in_environment(python="3.1\u0662.4"), "machine: its version of python is '3.1\\u0662.4', which is not a",
+    ),
     "a kvbench of the submitter's": (of_version("kvbench", "0.1.0+best"), "own code, and its kvbench is '0.1.0+best'"),
     "a device map of no model": (
         in_environment(device_map={"<b>": "cpu"}), "machine: its device map puts '<b>' on 'cpu'",

@@ -24,11 +24,11 @@ OLDEST = {"kvbench": (0, 1), "torch": (2, 11), "transformers": (5, 17), "triton"
 MOST_THREADS = 4096
 PLACE = re.compile(r"[ -~]{1,200}")
 """A processor's name."""
-MODULE, DEVICE = re.compile(r"[A-Za-z0-9_.]{0,200}"), re.compile(r"cpu|disk|(cuda:?)?\d{1,3}|cuda")
+MODULE, DEVICE = re.compile(r"[A-Za-z0-9_.]{0,200}"), re.compile(r"cpu|disk|(cuda:?)?[0-9]{1,3}|cuda")
 """Names in a device map."""
 TRITON = "3.9.0"
 """The latest known release, for verifiers without it."""
-VERSION = re.compile(r"(\d{1,9}+)\.(\d{1,9}+)(?:\.(\d{1,9}+))?+(?:[.+-]?[0-9A-Za-z]++)*+")
+VERSION = re.compile(r"([0-9]{1,9}+)\.([0-9]{1,9}+)(?:\.([0-9]{1,9}+))?+(?:[.+-]?[0-9A-Za-z]++)*+")
 """Possessive: a version that does not match takes one pass, not as many as there are ways to split its digits."""
 COMMIT, SHA256, TEMPLATE = (re.compile(f"[0-9a-f]{{{n}}}") for n in (40, 64, 16))
 
