@@ -56,6 +56,8 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--policy", "ttl", "--set", "30"], "Write --set seconds=VALUE."),
     (["run", "--policy", "saga", "--set", "horizon=0"], "policy 'saga': horizon 0.0 must be above 0"),
     (["run", "--policy", "s3-fifo", "--set", "small=2"], "policy 's3-fifo': small 2.0 must be from 0 to 1"),
+    (["run", "--policy", "mooncake-store", "--set", "step=-1"], "step -1.0 must be above 0, and 1 at most"),
+    (["run", "--policy", "mooncake-store", "--set", "watermark=9"], "watermark 9.0 must be above 0, and 1 at most"),
     (["run", "--seconds-per-token", "1"], "must be two numbers such as 1e-4,0.02"),
     (["run", "--order", "dfs"], "unknown order 'dfs'"),
     (["run", "--format", "azure"], "--format azure is for the path of a file, and 'synthetic' is a name."),

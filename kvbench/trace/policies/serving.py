@@ -240,6 +240,13 @@ class MooncakeStore(BlockPolicy):
     step: float = 0.05
     lease: float = 10.0
 
+    def prepare(self, trace: Trace, capacity: float) -> None:
+        """Times of last use."""
+        super().prepare(trace, capacity)
+        for name, value in (("watermark", self.watermark), ("step", self.step)):
+            if not 0 < value <= 1:
+                raise UserError(f"policy 'mooncake-store': {name} {value} must be above 0, and 1 at most.")
+
     def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Note the time."""
         self.last[block] = request.time
