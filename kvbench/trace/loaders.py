@@ -115,7 +115,7 @@ def _recognize(path: Path, data: bytes) -> str:
     """The format of a file by its first record."""
     if data[257:262] == b"ustar":
         return "coding-agents"
-    head = data[:65536].split(b"\n", 1)[0].decode("utf-8", errors="replace")
+    head = data[:65536].split(b"\n", 1)[0].decode("utf-8-sig", errors="replace")
     if head.startswith("TIMESTAMP,"):
         return "azure"
     if head.startswith("Timestamp,"):
@@ -144,7 +144,7 @@ def _json_lines(path: Path, data: bytes) -> Iterator[_Line]:
 
 
 def _csv_lines(path: Path, data: bytes) -> Iterator[_Line]:
-    text = io.StringIO(data.decode("utf-8", errors="replace"))
+    text = io.StringIO(data.decode("utf-8-sig", errors="replace"))
     try:
         for number, record in enumerate(csv.DictReader(text), 2):
             yield _Line(f"{path} line {number}", record)

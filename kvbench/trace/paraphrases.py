@@ -77,7 +77,7 @@ def read_pairs(path: Path) -> list[Pair]:
     """
     csv.field_size_limit(LONGEST_FIELD)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             head = file.readline()
             file.seek(0)
             rows = csv.DictReader(file, delimiter="\t" if "\t" in head else ",")

@@ -65,6 +65,13 @@ def test_times_of_azure_do_not_depend_on_the_time_zone_of_the_machine(tmp_path, 
         time.tzset()
 
 
+def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
+    """Spreadsheets write one."""
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,10,5\n", encoding="utf-8-sig")
+    assert load(path).requests[0].input_tokens == 10
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("", "the format of .* is not known"), ("hello\n", "the format of .* is not known"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "line 2: TIMESTAMP must be a date and time, got 'never'"),

@@ -106,6 +106,13 @@ def test_made_pairs_are_balanced_and_repeat():
     assert all((x.cached, x.cached_context) != (x.asked, x.asked_context) for x in pairs)
 
 
+def test_pairs_may_begin_with_a_byte_order_mark(tmp_path):
+    """Spreadsheets write one."""
+    path = tmp_path / "pairs.csv"
+    path.write_text(HEADER + "a,b,1\nc,d,0\n", encoding="utf-8-sig")
+    assert [(x.cached, x.same) for x in read_pairs(path)] == [("a", True), ("c", False)]
+
+
 @pytest.mark.parametrize(("text", "told"), [
     ("question1,question2\na,b\n", ("is_duplicate",)),
     (HEADER + "a,b,1\nc,,0\n", (":3", "question2")),
