@@ -93,7 +93,7 @@ def load(path: Path, kind: str | None = None, block: int | None = None) -> Trace
     if not requests:
         raise UserError(f"{path} holds no request. Give a trace in one of the formats {', '.join(FORMATS)}.")
     if block is not None and size is not None and block != size:
-        raise UserError(f"{path} has blocks of {size} tokens, not {block}. Leave --block-tokens out, or say {size}.")
+        raise UserError(f"{path} has blocks of {size} tokens, not {block}. Leave `block` out, or give {size}.")
     name = path.name.removesuffix(".gz").partition(".")[0].replace("_", "-")
     return Trace(name, tuple(requests), size, tuple(tree.parents))
 

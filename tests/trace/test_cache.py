@@ -156,6 +156,100 @@ def test_arc_and_s3_fifo_keep_what_is_used_again_through_a_scan(make_trace):
     assert late["lru"] == 0 and late["arc"] > 0 and late["s3-fifo"] > 0
 
 
+def plain_arc(blocks, capacity):
+    """Hits of ARC over single blocks, as in figure 4 of its paper; lists have the least recent block first."""
+    once, often, was_once, was_often, target, hits = [], [], [], [], 0.0, []
+
+    def replace_one(block):
+        if once and (len(once) > target or (block in was_often and len(once) == target)):
+            was_once.append(once.pop(0))
+        else:
+            was_often.append(often.pop(0))
+
+    for block in blocks:
+        hits.append(int(block in once or block in often))
+        if hits[-1]:
+            (once if block in once else often).remove(block)
+            often.append(block)
+        elif block in was_once:
+            target = min(capacity, target + max(1, len(was_often) / len(was_once)))
+            replace_one(block)
+            was_once.remove(block)
+            often.append(block)
+        elif block in was_often:
+            target = max(0, target - max(1, len(was_once) / len(was_often)))
+            replace_one(block)
+            was_often.remove(block)
+            often.append(block)
+        else:
+            if len(once) + len(was_once) == capacity:
+                if len(once) < capacity:
+                    was_once.pop(0)
+                    replace_one(block)
+                else:
+                    once.pop(0)
+            elif (total := len(once) + len(was_once) + len(often) + len(was_often)) >= capacity:
+                if total == 2 * capacity:
+                    was_often.pop(0)
+                replace_one(block)
+            once.append(block)
+    return hits
+
+
+def plain_s3_fifo(blocks, capacity):
+    """Hits of S3-FIFO over single blocks; queues have the oldest block first. Ghosts are looked up before eviction."""
+    small, main, ghosts, uses, hits = [], [], [], {}, []
+
+    def evict_main():
+        while main:
+            block = main.pop(0)
+            if not uses[block]:
+                return
+            uses[block] -= 1
+            main.append(block)
+
+    def evict_small():
+        while small:
+            block = small.pop(0)
+            if uses[block] <= 1:
+                ghosts.append(block)
+                del ghosts[: max(0, len(ghosts) - int(0.9 * capacity))]
+                return
+            uses[block] = 0
+            main.append(block)
+
+    for block in blocks:
+        hits.append(int(block in small or block in main))
+        if hits[-1]:
+            uses[block] = min(3, uses[block] + 1)
+            continue
+        again = block in ghosts
+        while len(small) + len(main) >= capacity:
+            evict_small() if len(small) >= 0.1 * capacity else evict_main()
+        (main if again else small).append(block)
+        if again and block in ghosts:
+            ghosts.remove(block)
+        uses[block] = 0
+    return hits
+
+
+@pytest.mark.parametrize(("name", "plain"), [("arc", plain_arc), ("s3-fifo", plain_s3_fifo)])
+@given(blocks=st.lists(st.integers(0, 30), min_size=1, max_size=300), capacity=st.integers(1, 20))
+def test_policies_of_two_queues_find_what_plain_lists_find(name, plain, blocks, capacity):
+    """Over single blocks, where every block is a leaf."""
+    assert list(simulate(build([[x] for x in blocks]), POLICIES[name](), capacity).hits) == plain(blocks, capacity)
+
+
+def test_a_random_leaf_is_as_likely_whatever_its_age(make_trace):
+    """Of four leaves each leaves with a quarter: the newest, those that stayed twice, and those that stayed once."""
+    fill = [[0], [1], [2], [3], [4], [5], [6]]  # the last three evict one block each
+    wanted = {6: 1.0, 5: 3 / 4, 4: (3 / 4) ** 2, 0: (3 / 4) ** 3}
+    for block, share in wanted.items():
+        trace = make_trace([*fill, [block]])
+        found = [simulate(trace, POLICIES["random"](seed=x), 4).hits[-1] for x in range(3000)]
+        assert sum(found) / len(found) == pytest.approx(share, abs=0.03)
+
+
 def test_a_fixed_time_drops_blocks_although_there_is_room(make_trace):
     """Two seconds after its last use a block is gone."""
     trace = make_trace([[1], [1], [2], [3], [1]])

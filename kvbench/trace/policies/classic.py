@@ -53,7 +53,7 @@ class LFU(BlockPolicy):
 
 @dataclass(kw_only=True)
 class RandomLeaf(BlockPolicy):
-    """A random leaf."""
+    """A random leaf, each with the same probability."""
 
     name: ClassVar[str] = "random"
 
@@ -63,66 +63,109 @@ class RandomLeaf(BlockPolicy):
         """A generator of its own."""
         super().prepare(trace, capacity)
         self.random = random.Random(self.seed)
+        self.clock = 0.0
 
     def key(self, block: int) -> Any:
-        """A draw when it becomes a leaf or is used."""
-        return self.random.random()
+        """The time at which it would go: exponential, so that its age does not matter to the choice."""
+        self.last[block] = self.clock + self.random.expovariate(1.0)
+        return self.last[block]
+
+    def spares(self, block: int) -> bool:
+        """It goes now: those that stay have drawn later times, and later ones draw from now on."""
+        self.clock = self.last[block]
+        return False
 
 
 @dataclass(kw_only=True)
-class ARC(BlockPolicy):
+class TwoQueues(BlockPolicy):
+    """Blocks in two queues; the first one gives a victim if it is large enough before a request's blocks arrive."""
+
+    def prepare(self, trace: Trace, capacity: float) -> None:
+        """The queue of each block, and the queues' sizes."""
+        super().prepare(trace, capacity)
+        self.second = bytearray(len(trace.parents))
+        self.size = [0, 0]
+        self._request = self._arrived = 0
+
+    def queue(self, block: int) -> int:
+        """0: the first queue; 1: the second."""
+        return self.second[block]
+
+    def arrive(self, block: int, index: int, *, second: bool) -> None:
+        """A request stores a block in a queue."""
+        if index != self._request:
+            self._request, self._arrived = index, 0
+        self._arrived += not second
+        self.second[block] = second
+        self.size[second] += 1
+
+    def promote(self, block: int) -> None:
+        """Move a block to the second queue."""
+        self.second[block] = 1
+        self.size[0] -= 1
+        self.size[1] += 1
+
+    @property
+    def before(self) -> int:
+        """Blocks in the first queue without those that the request has stored."""
+        return self.size[0] - self._arrived
+
+    def forget(self, block: int) -> None:
+        """It leaves its queue."""
+        self.size[self.second[block]] -= 1
+
+
+@dataclass(kw_only=True)
+class ARC(TwoQueues):
     """Adaptive replacement: once-used and repeatedly used blocks in two lists, whose sizes follow ghost hits."""
 
     name: ClassVar[str] = "arc"
     source: ClassVar[str] = "Megiddo and Modha, FAST 2003, figure 4; victims are the oldest leaf of the chosen list"
 
     def prepare(self, trace: Trace, capacity: float) -> None:
-        """Two lists by flag, two ghost lists."""
+        """Two ghost lists, and the size that the list of once-used blocks should have."""
         super().prepare(trace, capacity)
-        self.frequent = bytearray(len(trace.parents))
-        self.size = [0, 0]
         self.ghosts: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
         self.target = 0.0
+        self.was_often = False
 
     def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
         """Move between the lists, and move the target on a ghost hit."""
         self.last[block] = index
         once, often = self.ghosts
-        if new:
-            again = block in once or block in often
-            if block in once:
-                self.target = min(self.capacity, self.target + max(1.0, len(often) / len(once)))
-                del once[block]
-            elif block in often:
-                self.target = max(0.0, self.target - max(1.0, len(once) / len(often)))
-                del often[block]
-            self.frequent[block] = again
-            self.size[again] += 1
-        elif not self.frequent[block]:
-            self.frequent[block] = 1
-            self.size[0] -= 1
-            self.size[1] += 1
-
-    def queue(self, block: int) -> int:
-        """0: used once; 1: used again."""
-        return self.frequent[block]
+        self.was_often = block in often
+        if not new:
+            if not self.second[block]:
+                self.promote(block)
+        elif block in once:
+            self.target = min(self.capacity, self.target + max(1.0, len(often) / len(once)))
+            del once[block]
+            self.arrive(block, index, second=True)
+        elif block in often:
+            self.target = max(0.0, self.target - max(1.0, len(once) / len(often)))
+            del often[block]
+            self.arrive(block, index, second=True)
+        else:
+            self.arrive(block, index, second=False)
 
     def queues(self) -> Sequence[int]:
-        """The list that is above its target first."""
-        return (0, 1) if self.size[0] > self.target else (1, 0)
+        """The list that is above its target first, or at it if the last block is a ghost of the other list."""
+        above = self.before > self.target or (self.was_often and self.before == self.target)
+        return (0, 1) if self.before and above else (1, 0)
 
     def forget(self, block: int) -> None:
-        """Remember it as a ghost; both ghost lists together hold as many as the cache."""
-        kind = self.frequent[block]
-        self.size[kind] -= 1
-        self.ghosts[kind][block] = None
-        while sum(map(len, self.ghosts)) > self.capacity:
-            longer = self.ghosts[0] if len(self.ghosts[0]) >= len(self.ghosts[1]) else self.ghosts[1]
-            longer.popitem(last=False)
+        """Remember it as a ghost: of once-used blocks as many as the cache has room for, of all blocks twice."""
+        super().forget(block)
+        once, often = self.ghosts
+        self.ghosts[self.second[block]][block] = None
+        while once and self.size[0] + len(once) > self.capacity:
+            once.popitem(last=False)
+        while often and sum(self.size) + len(once) + len(often) > 2 * self.capacity:
+            often.popitem(last=False)
 
 
 @dataclass(kw_only=True)
-class S3FIFO(BlockPolicy):
+class S3FIFO(TwoQueues):
     """Three FIFO queues: a small one for new blocks, a main one, and ghosts."""
 
     name: ClassVar[str] = "s3-fifo"
@@ -132,13 +175,11 @@ class S3FIFO(BlockPolicy):
     """Share of the capacity for new blocks."""
 
     def prepare(self, trace: Trace, capacity: float) -> None:
-        """Queues by flag, uses capped at 3, ghosts."""
+        """Uses capped at 3, ghosts."""
         super().prepare(trace, capacity)
         if not 0 <= self.small <= 1:
             raise UserError(f"policy 's3-fifo': small {self.small} must be from 0 to 1.")
-        self.main = bytearray(len(trace.parents))
         self.uses = bytearray(len(trace.parents))
-        self.size = [0, 0]
         self.ghosts: OrderedDict[int, None] = OrderedDict()
         self.clock = 0
 
@@ -147,31 +188,25 @@ class S3FIFO(BlockPolicy):
         if not new:
             self.uses[block] = min(3, self.uses[block] + 1)
             return
-        self.main[block] = block in self.ghosts
+        self.arrive(block, index, second=block in self.ghosts)
         self.ghosts.pop(block, None)
         self.uses[block] = 0
-        self.size[self.main[block]] += 1
         self._enqueue(block)
 
     def _enqueue(self, block: int) -> None:
         self.clock += 1
         self.last[block] = self.clock
 
-    def queue(self, block: int) -> int:
-        """0: small; 1: main."""
-        return self.main[block]
-
     def queues(self) -> Sequence[int]:
         """The small queue first while it is over its share."""
-        return (0, 1) if self.size[0] >= self.small * self.capacity else (1, 0)
+        return (0, 1) if self.before >= self.small * self.capacity else (1, 0)
 
     def spares(self, block: int) -> bool:
         """A block that was used goes to the main queue, or to its end with one use less."""
-        if not self.main[block] and self.uses[block] > 1:
-            self.size[0] -= 1
-            self.size[1] += 1
-            self.main[block], self.uses[block] = 1, 0
-        elif self.main[block] and self.uses[block]:
+        if not self.second[block] and self.uses[block] > 1:
+            self.promote(block)
+            self.uses[block] = 0
+        elif self.second[block] and self.uses[block]:
             self.uses[block] -= 1
         else:
             return False
@@ -180,8 +215,8 @@ class S3FIFO(BlockPolicy):
 
     def forget(self, block: int) -> None:
         """Blocks that leave the small queue are remembered as ghosts."""
-        self.size[self.main[block]] -= 1
-        if not self.main[block]:
+        super().forget(block)
+        if not self.second[block]:
             self.ghosts[block] = None
             while len(self.ghosts) > (1 - self.small) * self.capacity:
                 self.ghosts.popitem(last=False)
