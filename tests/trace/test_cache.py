@@ -250,6 +250,15 @@ def test_a_random_leaf_is_as_likely_whatever_its_age(make_trace):
         assert sum(found) / len(found) == pytest.approx(share, abs=0.03)
 
 
+def test_continuum_learns_how_long_a_call_took_when_it_has_ended(make_trace):
+    """A call of three seconds is known from its end on; until then a prompt is kept for the two seconds of `cold`."""
+    prompts = [[x] for x in range(4)]
+    trace = make_trace(prompts, tool=["search"] * 4, tool_seconds=[3.0, 9.0, 9.0, 9.0])
+    policy = POLICIES["continuum"](least=1, cold=2.0, seconds_per_token=1.0)
+    simulate(trace, policy, 10)
+    assert [policy.until[x.blocks[-1]] for x in trace.requests] == [2.0, 3.0, 4.0, 6.0]
+
+
 def test_a_fixed_time_drops_blocks_although_there_is_room(make_trace):
     """Two seconds after its last use a block is gone."""
     trace = make_trace([[1], [1], [2], [3], [1]])

@@ -94,25 +94,29 @@ class Continuum(BlockPolicy):
     """Of prefill: a declared model."""
 
     def prepare(self, trace: Trace, capacity: float) -> None:
-        """Durations by tool; ends of protection by block."""
+        """Durations by tool, and those of calls that have not ended; ends of protection by block."""
         super().prepare(trace, capacity)
         self.durations: dict[str, list[float]] = {}
+        self.calls: list[tuple[float, str, float]] = []
         self.until = [0.0] * len(trace.parents)
         self.now = 0.0
         self.pending: list[tuple[float, int]] = []
 
     def served(self, index: int, request: TraceRequest) -> None:
-        """Protect the end of the prompt for as long as it pays."""
+        """Protect the end of the prompt for as long as it pays by the calls that have ended."""
         self.now = request.time
+        while self.calls and self.calls[0][0] <= self.now:
+            _, tool, seconds = heapq.heappop(self.calls)
+            bisect.insort(self.durations.setdefault(tool, []), seconds)
         if request.tool is None or not request.blocks:
             return
-        seen = self.durations.setdefault(request.tool, [])
+        seen = self.durations.get(request.tool, [])
         keep = self.cold if len(seen) < self.least else self._best(seen, request.input_tokens)
-        end = request.blocks[-1]
-        self.until[end] = request.time + (request.seconds or 0.0) + keep
+        end, start = request.blocks[-1], request.time + (request.seconds or 0.0)  # of the call
+        self.until[end] = start + keep
         heapq.heappush(self.pending, (self.until[end], end))
         if request.tool_seconds is not None:
-            bisect.insort(seen, request.tool_seconds)
+            heapq.heappush(self.calls, (start + request.tool_seconds, request.tool, request.tool_seconds))
 
     def _best(self, seen: list[float], tokens: int) -> float:
         gain = self.eta * self.waiting + tokens * self.seconds_per_token
