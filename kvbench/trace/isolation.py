@@ -29,8 +29,8 @@ class Isolation:
 def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isolation:
     """Serve a trace with caches separated by a salt, and probe it as another user who guesses whole prompts.
 
-    Every `every`-th prompt is probed before it is served, before it was ever sent (a detection is a false positive: it
-    shares its head with others), and right after (a detection is a true positive). The attacker sees hits exactly,
+    Every `every`-th prompt that was not sent before is probed before it is served (a detection is a false positive: it
+    shares its head with others) and right after (a detection is a true positive). The attacker sees hits exactly,
     which bounds what times to first token can tell; with a salt the attacker's own cache never holds the prompt.
 
     Raises:
@@ -45,8 +45,11 @@ def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isola
     cache = PrefixCache(salted, blocks, LRU())
     found = 0
     before, after = [], []
+    sent: set[int] = set()
+    """Last blocks of prompts, each of which stands for a whole prompt."""
     for index, request in enumerate(salted.requests):
-        probed = salt == "none" and index % every == 0 and bool(request.blocks)
+        probed = salt == "none" and index % every == 0 and bool(request.blocks) and request.blocks[-1] not in sent
+        sent.update(request.blocks[-1:])
         if probed:
             before.append(cache.look_up(request.blocks) / len(request.blocks))
         found += cache.serve(index, request)
