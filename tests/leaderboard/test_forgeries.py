@@ -755,6 +755,9 @@ SOURCES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] =
     "a registered name with a + in it": (
         lambda x: as_own_method(x, name="sn+apkv"), "method: its name 'sn+apkv' can be taken for the registered method",
     ),
+    "a composition with another sign": (
+        lambda x: as_own_method(x, name="snapkv-adakv"), "method: its name 'snapkv-adakv' can be taken for",
+    ),
     "a registered name before a +": (
         lambda x: as_own_method(x, name="snapkv+"), "method: its name 'snapkv+' has a + without a method on both sides",
     ),

@@ -69,8 +69,8 @@ def check_method_name(name: str) -> None:
     """Check that no reader can take the name for another one.
 
     Raises:
-        RefusedError: it is not printable ASCII, has a + that joins no methods, or differs from a registered name only
-            in case, punctuation or characters that look alike.
+        RefusedError: it is not printable ASCII, has a + that joins no methods, or differs from a registered name, or
+            from several in a row, only in case, punctuation or characters that look alike.
     """
     if not name or not name.isascii() or not name.isprintable() or name != name.strip():
         raise RefusedError("method", f"its name {quote(name)} is not printable ASCII")
@@ -82,6 +82,19 @@ def check_method_name(name: str) -> None:
         known = skeletons.get(skeleton(part), part)
         if part != known:
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
+    composed = _split(skeleton(name), skeletons)
+    if composed and not set(parts) <= _names("method"):
+        raise RefusedError("method", f"its name {quote(name)} can be taken for {'+'.join(composed)}")
+
+
+def _split(text: str, skeletons: Mapping[str, str]) -> list[str] | None:
+    """The registered methods whose skeletons make up a text; None if it is no such text."""
+    if not text:
+        return []
+    for start, method in skeletons.items():
+        if text.startswith(start) and (rest := _split(text[len(start) :], skeletons)) is not None:
+            return [method, *rest]
+    return None
 
 
 def check_source(bundle: Head) -> Check | None:
