@@ -53,8 +53,8 @@ class ArkVale(ReadingMethod):
         heads="pooled",
         upstream=Upstream(repo="pku-liang/ArkVale", commit="0c3b45ebe7ecc8c81ff4bc0f9c68c04a0866de88", license=None),
         deviations=(
-            ("Pages of 16 entries; the release's examples have 32, of which the first and last ones take more than a "
-            "short context's budget. Use --set page=32 for long ones."),
+            ("Pages of 16 entries, which the paper measures beside 32: first and last pages of 32 take more than the "
+            "budget of a short context. Use --set page=32 for long ones."),
             ("By default entries stay on the device. With tier=host they are on the host, and chosen pages are fetched "
             "for every token; the authors keep a budget of pages on the device and recall those that are missing."),
             ("The query chooses one page at least. The authors' code refuses budgets of less than eight pages, half of "
