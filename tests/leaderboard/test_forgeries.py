@@ -758,6 +758,9 @@ SOURCES: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] =
     "a composition with another sign": (
         lambda x: as_own_method(x, name="snapkv-adakv"), "method: its name 'snapkv-adakv' can be taken for",
     ),
+    "a row of registered names that is deeper than Python's stack": (
+        lambda x: as_own_method(x, name="cur" * 2000), "method: its name 'curcurcur",
+    ),
     "a registered name before a +": (
         lambda x: as_own_method(x, name="snapkv+"), "method: its name 'snapkv+' has a + without a method on both sides",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -82,19 +83,9 @@ def check_method_name(name: str) -> None:
         known = skeletons.get(skeleton(part), part)
         if part != known:
             raise RefusedError("method", f"its name {quote(name)} can be taken for the registered method {known}")
-    composed = _split(skeleton(name), skeletons)
+    composed = re.fullmatch(f"(?:{'|'.join(skeletons)})+", skeleton(name))
     if composed and not set(parts) <= _names("method"):
-        raise RefusedError("method", f"its name {quote(name)} can be taken for {'+'.join(composed)}")
-
-
-def _split(text: str, skeletons: Mapping[str, str]) -> list[str] | None:
-    """The registered methods whose skeletons make up a text; None if it is no such text."""
-    if not text:
-        return []
-    for start, method in skeletons.items():
-        if text.startswith(start) and (rest := _split(text[len(start) :], skeletons)) is not None:
-            return [method, *rest]
-    return None
+        raise RefusedError("method", f"its name {quote(name)} can be taken for registered methods in a row")
 
 
 def check_source(bundle: Head) -> Check | None:
