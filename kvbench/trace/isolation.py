@@ -45,8 +45,7 @@ def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isola
     cache = PrefixCache(salted, blocks, LRU())
     found = 0
     before, after = [], []
-    sent: set[int] = set()
-    """Last blocks of prompts, each of which stands for a whole prompt."""
+    sent: set[int] = set()  # last blocks, each of which stands for a whole prompt
     for index, request in enumerate(salted.requests):
         probed = salt == "none" and index % every == 0 and bool(request.blocks) and request.blocks[-1] not in sent
         sent.update(request.blocks[-1:])

@@ -96,11 +96,14 @@ class ArkVale(ReadingMethod):
         """Digests of the pages between the first and the last ones. [B, H_kv, pages, 2, D]"""
         return kv.index["digest"][:, :, self.sinks : self.recent_start(kv.indexed)]
 
+    def ends(self, length: int) -> int:
+        """Entries of the first and the last pages."""
+        return length - (self.recent_start(length) - self.sinks) * self.page
+
     def pages(self, length: int) -> int:
         """Pages of the budget between the first and the last ones."""
         assert self.rows is not None
-        last = length - self.recent_start(length) * self.page
-        return (self.rows - self.sinks * self.page - last) // self.page
+        return (self.rows - self.ends(length)) // self.page
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over the first, the last and the resident pages, and over later entries.
@@ -142,8 +145,6 @@ class ArkVale(ReadingMethod):
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads: the digests of the pages that it may choose, and entries of whole pages."""
-        assert self.rows is not None
         digests = (self.recent_start(shape.length) - self.sinks) * 2 * layer.key_dim
-        last = shape.length - self.recent_start(shape.length) * self.page
-        entries = (self.sinks + self.pages(shape.length)) * self.page + last
+        entries = self.ends(shape.length) + self.pages(shape.length) * self.page
         return layer.kv_heads * (digests + entries * (layer.key_dim + layer.value_dim)) * shape.itemsize
