@@ -197,7 +197,11 @@ def plain_arc(blocks, capacity):
 
 
 def plain_s3_fifo(blocks, capacity):
-    """Hits of S3-FIFO over single blocks; queues have the oldest block first. Ghosts are looked up before eviction."""
+    """Hits of S3-FIFO over single blocks; queues have the oldest block first.
+
+    As in the authors' simulator (1a1a11a/libCacheSim, aa0fc40, S3FIFO.c), ghosts are looked up before eviction, and a
+    promotion into a full main queue evicts nothing.
+    """
     small, main, ghosts, uses, hits = [], [], [], {}, []
 
     def evict_main():
