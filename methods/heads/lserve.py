@@ -173,6 +173,10 @@ class LServe(HeadMethod):
             "Entries and weights are not quantized; the paper's are in 8 and 4 bits.",
             ("A token that reuses a choice also reads its own page; in the authors' code pages that were begun since "
             "then and are not the last one cannot be read."),
+            ("The first token after the context chooses, and every fourth one from there. In the authors' code the "
+            "first token of an answer chooses, and every later one with a multiple of four tokens before it."),
+            ("Each token of a question reads pages as if it were decoded. Within a question, windows of streaming "
+            "heads slide once, at its end."),
             ("Streaming heads keep at most as many entries as retrieval heads read, and proportionally fewer first "
             "ones."),
         ),

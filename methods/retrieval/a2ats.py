@@ -75,7 +75,8 @@ class A2ATS(EndsMethod):
             "--set codewords=4096 for long ones."),
             ("Chosen entries are read with the query at its own position, as in the authors' llama_masked.py; their "
             "llama.py reads them with the query at position 2,048, too."),
-            "k-means starts from evenly spaced keys; the authors' from k-means++ with at most 300 iterations.",
+            ("k-means starts from evenly spaced keys; the authors' from k-means++ with at most 300 iterations. A "
+            "codeword that no key of the text is nearest to is not used; the authors' k-means sets it to zero."),
             ("By default entries stay on the device. With tier=host they are on the host, as in the paper, which also "
             "computes their attention there."),
             "Each token of a question chooses its own entries, as if it were decoded.",

@@ -48,6 +48,9 @@ class IndexCache(Quest):
             "mean share of their bounds."),
             "The pattern is regular unless it is given; the paper's search removes the layers that cost least.",
             "A prompt is run with full attention; the paper shares indices there, too.",
+            ("By default one layer in sixteen, and at most two, reads everything, as in quest; the authors' pattern "
+            "starts with the model's first layer."),
+            "Each token of a question chooses its own pages, as if it were decoded.",
         ),
         limits=(
             "It saves reads, not memory: every entry is stored, and the bounds of the layers that choose in addition.",

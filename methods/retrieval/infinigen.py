@@ -74,6 +74,8 @@ class InfiniGen(ReadingMethod):
             "have more, and their first two read every entry."),
             ("An entry counts by the largest logit of its own head, as in the paper; the authors' code for accuracy "
             "takes the largest one of the first head for all heads."),
+            ("The current entry is always read; in the authors' code for accuracy it is chosen like the others, so "
+            "that a token may not read its own."),
             "The mean number of entries is rounded; the authors' code rounds it down.",
             ("A group of query heads shares a matrix, the channels, and the entries: an entry has the best margin of "
             "any of its heads. The paper's models have no groups."),

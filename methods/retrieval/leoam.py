@@ -44,7 +44,7 @@ class LeoAM(ReadingMethod):
         heads="pooled",
         upstream=Upstream(repo="ustc-sunny/Long_Infer_KV", commit="60c78bc", license="Apache-2.0"),
         deviations=(
-            ("The tree of the paper is built, as a comment in the authors' code describes it (" + CODE + ", lines 26 "
+            ("The tree of the paper is built, as a comment in the authors' code describes it (" + CODE + ", lines 27 "
             "to 39): the best chunks are halved until all of them are smallest. Their code scores every key of the "
             "chosen chunks instead, which reads all of these keys."),
             "Chunks have the same sizes in all layers; the authors' code has chunks of 8 in the first two.",
@@ -52,7 +52,10 @@ class LeoAM(ReadingMethod):
             "0.5."),
             ("The context's entries are in a file that is really read, and not also in host memory; what is read is "
             "not quantized, and computation waits for them."),
+            ("Of the last chunk a token reads as many entries as the budget leaves; the comment takes whole chunks, "
+            "whose entries slightly exceed the share."),
             "Later entries are always read, in addition to the budget.",
+            "Each token of a question chooses its own chunks, as if it were decoded.",
         ),
         unverified=("The paper was read in an abstract and in reviews; sizes of chunks are those of the code.",),
         limits=(

@@ -70,12 +70,13 @@ class LouisKV(ClusterMethod):
         ),
         unverified=(
             "No code was published when this was written, and the paper was read in notes.",
-            ("rate: the paper's threshold, 0.7 for Qwen3-8B, depends on the model, and how it was found was not at "
-            "hand. Here one for all layers is calibrated on Python's manual, so that this share of the steps choose."),
+            ("rate: the paper's threshold, 0.7 for Qwen3-8B, depends on the model; notes on the paper say that about "
+            "300 samples gave it. Here one for all layers is calibrated on Python's manual, so that this share of the "
+            "steps choose."),
             "tokens: chosen so that calibration takes seconds.",
             "iterations, sinks and recent: the paper's numbers were not at hand.",
             "segment: clusters of at most 8,192 entries' neighbors bound the time of k-means.",
-            "Queries are compared after rotation, and each layer decides for itself.",
+            "Queries are compared after rotation.",
             "The last cluster is read in part where the budget ends.",
         ),
         limits=(

@@ -68,6 +68,7 @@ class MPCache(Method):
             ("Dropped entries are freed. The authors' code keeps all entries and gathers those that stay in every "
             "step."),
             "With grouped-query attention, a KV head's queries select by their mean score; the paper has no groups.",
+            "Each token of a question chooses its own clusters, as if it were decoded.",
             "Adjacent layers do not share clusters: the paper proposes it, and the released code does not do it.",
         ),
         unverified=(

@@ -49,6 +49,8 @@ class PQCache(ReadingMethod):
             "without their cache of blocks on the device."),
             ("k-means runs to its end before the first token, from evenly spaced keys; the authors' starts from random "
             "ones and runs on the host while the GPU computes, with the number of iterations that time allows."),
+            ("The budget counts the first entries and the token's own one; the authors' code reads both in addition to "
+            "its share of the other entries."),
             "A new entry gets its codes when it arrives; the authors' code computes them when it leaves the window.",
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),

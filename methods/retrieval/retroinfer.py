@@ -49,6 +49,9 @@ class RetroInfer(ClusterMethod):
             "which matters for contexts longer than one segment."),
             ("Segments have 8,000 entries, and the last one has the rest. The authors divide a context into equal "
             "ones, one for every 8,192 entries."),
+            ("k-means starts from the first key of every interval of equal length; the authors' starts from the middle "
+            "one."),
+            "Each token of a question chooses its own clusters, as if it were decoded.",
             ("By default entries stay on the device. With tier=host they are on the host, as the authors have them, "
             "without their cache of clusters on the device."),
         ),

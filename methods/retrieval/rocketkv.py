@@ -52,6 +52,7 @@ class RocketKV(ReadingMethod):
             "and keep at least twice as many entries as these."),
             ("Later entries are always read, in addition to the budget; the authors rank them like the others, so that "
             "a token may not read its own entry."),
+            "The window has 32 queries; the authors' runs of SCBench have 128.",
             "Each token of a question chooses its own chunks, as if it were decoded.",
         ),
         limits=(

@@ -76,6 +76,9 @@ class SentenceKV(EndsMethod):
             "Sentences have 8 to 64 tokens, so that their number is bounded; the authors' code cuts long ones off.",
             ("Later entries are always read, in addition to the budget, and so are the last ones of the context. The "
             "authors' code makes sentences of generated tokens, and its recent entries are the last ones of all."),
+            ("Each token of a question chooses its own entries, as if it were decoded, and its query counts in the "
+            "sentence that the answer continues. In the authors' code the question is a part of the context, and only "
+            "the queries of the answer count."),
             ("A sentence's mean key leaves out its first and last entries that are always read; the authors' mean has "
             "them."),
         ),
