@@ -51,6 +51,7 @@ class MPCache(Method):
         "Each token then reads the clusters of keys that match it best, chosen in two levels from minimum and maximum.",
         arxiv="2501.06807",
         year=2025,
+        version="2",
         family="retrieval",
         stages=("compression", "retrieval"),
         budget=BudgetKind.READ,
@@ -170,11 +171,13 @@ class MPCache(Method):
         unseen = index > own
         if step.window is not None:
             unseen = unseen | ((index + 1) * 2 * self.page <= at - step.window + 1)
-        kept = (index == 0) | (index == own)
-        ranked = scores.masked_fill(kept, torch.inf).masked_fill(unseen, -torch.inf)
+        kept = ((index == 0) | (index == own)) & ~unseen
+        ranked = scores.masked_fill(kept | unseen, -torch.inf)
         most = (self.parents * (own + 1)).ceil().clamp_min(math.ceil(count / 2) + 2)  # so that enough are left
+        first = ~unseen[:, :1] & (own > 0)  # whether the first parent is another than the query's own, and in sight
+        most = most - 1 - first.int()  # its own one counts although a cluster in it may come with later tokens only
         ranks = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return (ranks < most).repeat_interleave(2, dim=-1)[..., :pages]
+        return (kept | ((ranks < most) & ~unseen)).repeat_interleave(2, dim=-1)[..., :pages]
 
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes of the stored entries and of the bounds; of all entries in sliding layers."""

@@ -92,7 +92,7 @@ def naive_pages(query, keys, before, *, count, alpha, parents, page=PAGE):
             score = lambda low, high: similarity(vector, keys[0, head, low * page : high * page])  # noqa: B023, E731
             total = own // 2 + 1
             most = max(math.ceil(parents * total), math.ceil(count / 2) + 2)
-            ranked = sorted(range(min(total, math.ceil(pages / 2))), reverse=True, key=lambda i: (
+            ranked = sorted(range(total), reverse=True, key=lambda i: (
                 math.inf if i in (0, own // 2) else score(2 * i, min(2 * i + 2, pages))))
             allowed = [p for i in ranked[:most] for p in (2 * i, 2 * i + 1) if p < min(pages, own)]
             first = sorted(allowed, reverse=True, key=lambda p: math.inf if p == 0 else score(p, p + 1))
@@ -135,6 +135,16 @@ def test_two_levels_of_clusters_follow_the_loops(length, monkeypatch):
     assert found == naive_pages(query, keys, length, **options)
     assert found != naive_pages(query, keys, length, **{**options, "parents": 1.0})
     assert found != naive_pages(query, keys, length, **{**options, "alpha": 0.4})
+
+
+def test_clusters_do_not_depend_on_the_tokens_of_a_pass(monkeypatch):
+    """One at a time they choose what they choose together: later ones may complete a cluster of a shared parent."""
+    keys, query = draw(1, 2, 96, 8), draw(1, 4, 16, 8, seed=1)
+    method = replace(MPCache(page=PAGE, parents=0.3), rows=5 * PAGE, length=100, stored=80)
+    together = chosen_pages(method, query, keys, 80, monkeypatch)
+    for t in range(16):
+        alone = chosen_pages(method, query[:, :, t : t + 1], keys[:, :, : 81 + t], 80 + t, monkeypatch)
+        assert [x[0] for x in alone] == [x[t] for x in together]
 
 
 def test_a_cluster_of_equal_keys_scores_as_its_key():
