@@ -59,7 +59,7 @@ class CompressKV(ScoredMethod):
         paper_budget="512",
         calibration="retrieval heads, in four passes",
         heads="indexed",
-        upstream=Upstream(repo="TUDa-HWAI/CompressKV", commit=None, license=None),
+        upstream=Upstream(repo="TUDa-HWAI/CompressKV", commit="e8af510", license=None),
         deviations=(
             ("Every layer has the same budget. The paper's layers share one in proportion to errors that its authors "
             "measure on LongBench itself."),

@@ -31,7 +31,7 @@ class PrefixKV(AttentionSums, CascadeMethod):
         budget=BudgetKind.STORED,
         paper_budget="50%",
         heads="pooled",
-        upstream=Upstream(repo="THU-MIG/PrefixKV", commit=None, license=None),
+        upstream=Upstream(repo="THU-MIG/PrefixKV", commit="39b7265", license="MIT"),
         deviations=(
             ("The share is found on each context and meets the budget exactly. The authors find one by binary search "
             "on ten samples, to within five entries, and apply the mean numbers of entries to every prompt."),

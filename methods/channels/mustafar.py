@@ -35,7 +35,7 @@ class Mustafar(Method):
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="independent",
-        upstream=Upstream(repo="dhjoo98/mustafar", commit=None, license=None),
+        upstream=Upstream(repo="dhjoo98/mustafar", commit="d83ee7e", license="Apache-2.0"),
         deviations=(
             ("Every vector of D elements keeps D - int(sparsity * D), ties by place; the authors' threshold keeps one "
             "more, and more where elements tie."),

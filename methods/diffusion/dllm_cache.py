@@ -31,7 +31,7 @@ class DllmCache(Policy):
         idea="Keys, values and the outputs of attention and feed-forward layers are cached by token. The prompt is "
              "recomputed rarely, the answer more often, and in between the tokens whose values changed most.",
         arxiv="2506.06295", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
-        heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", license=None),
+        heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", license="Apache-2.0"),
         deviations=("the intervals are those of its GSM8K script; the paper tunes them for each task",),
         limits=(
             "computed tokens are counted in feed-forward layers; values of all answer tokens are computed as well",

@@ -107,7 +107,7 @@ class DllmServe(SparseDllm):
              "queries of its own query heads. All heads keep equally many, so attention stays a dense operation.",
         arxiv="2512.17077", year=2025, family="diffusion", stages=("generation", "compression"),
         budget=BudgetKind.NONE, heads="independent",
-        upstream=Upstream(repo="chosen-ox/dLLM-Serve", commit="aefbf0a", license=None),
+        upstream=Upstream(repo="chosen-ox/dLLM-Serve", commit="aefbf0a", license="MIT"),
         deviations=(
             ("only the sparse cache; the engine's scheduler is not a part of a cache policy, and the output head runs "
             "on open positions in every policy here"),

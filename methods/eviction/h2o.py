@@ -33,7 +33,7 @@ class H2O(RollingMethod):
         budget=BudgetKind.STORED,
         paper_budget="20%",
         heads="independent",
-        upstream=Upstream(repo="FMInference/H2O", commit=None, license=None),
+        upstream=Upstream(repo="FMInference/H2O", commit="ac75c2a", license="MIT"),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
             "Scores are float32 and per sequence; the authors' code sums over the batch in the model's type.",

@@ -42,7 +42,7 @@ class RKV(PeriodicMethod):
         stages=("compression",),
         budget=BudgetKind.STORED,
         heads="independent",
-        upstream=Upstream(repo="Zefan-Cai/R-KV", commit="cc5a9b9", license=None),
+        upstream=Upstream(repo="Zefan-Cai/R-KV", commit="cc5a9b9", license="Apache-2.0"),
         deviations=(
             ("Pooling, and the latest of similar keys, follow the order of the text; in the authors' code that of the "
             "cache, which is the order of scores after the first eviction."),

@@ -49,7 +49,7 @@ class TriAttention(PeriodicMethod):
         paper_budget="2048",
         calibration="query centers, in one pass",
         heads="independent",
-        upstream=Upstream(repo="WeianMao/triattention", commit="092e4dc", license=None),
+        upstream=Upstream(repo="WeianMao/triattention", commit="092e4dc", license="Apache-2.0"),
         deviations=(
             ("Every KV head of every layer chooses for itself, which the authors' code offers; its scripts make one "
             "choice per KV head for all layers, by the mean over layers of each layer's largest score."),

@@ -31,7 +31,7 @@ class ElasticCacheText(AttentionSums):
         budget=BudgetKind.STORED,
         paper_budget="50%",
         heads="pooled",
-        upstream=Upstream(repo="liuzuyan/ElasticCache", commit=None, license=None),
+        upstream=Upstream(repo="liuzuyan/ElasticCache", commit="3138e03", license="MIT"),
         deviations=(
             "Text only: the paper is about images and text. Its rule is used as it is.",
             ("Anchors are the most attended tokens, as in the paper. The authors' code compares indices with a number "

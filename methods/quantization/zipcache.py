@@ -49,7 +49,7 @@ class ZipCache(TwoPrecisions):
         stages=("compression",),
         budget=BudgetKind.BITS,
         heads="pooled",
-        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit="b6932b9", license=None),
+        upstream=Upstream(repo="ThisisBillhe/ZipCache", commit="b6932b9", license="MIT"),
         deviations=(
             ("The attention of an entry is divided by the number of probes that see it, as in the paper's equation; "
             "the authors' code divides by the number of tokens from the entry on (normalizer=length)."),
