@@ -60,7 +60,10 @@ class ZipCache(TwoPrecisions):
             "Random probes are drawn without replacement, per layer, and are equal for all sequences of a batch.",
             ("The numbers of last and of random probes are rounded to the nearest; the authors round the first up and "
             "the second down."),
-            "The range of the keys is per sequence; in the authors' code it is over the batch.",
+            ("Values of different heads that share a scale have the same rank by place. The authors' code ranks "
+            "unimportant ones by saliency."),
+            ("The range of the keys and the scales of the values' channels are per sequence; in the authors' code they "
+            "are over the batch."),
             "Scales are rounded up and minima down to float16, so that codes cover the range.",
         ),
         limits=(
