@@ -48,6 +48,8 @@ class RKV(PeriodicMethod):
             "cache, which is the order of scores after the first eviction."),
             ("The prompt is compressed too, once, at its end, so that the budget holds from then on. The authors' code "
             "does so as well when a prompt exceeds the budget."),
+            ("Entries are dropped when `period` of them are above the budget. The authors' code drops them in the step "
+            "after the one in which the text's length is a multiple of it, if the cache has reached the budget."),
             "Where no key is similar to a token's, none is left out. The authors' code leaves out the first one.",
             "Cosines are summed over blocks; the authors' code holds all of them.",
             "mix is 0.1, as the paper recommends; the authors' code has 0.07 by default.",
