@@ -71,6 +71,8 @@ class SeerAttention(SparsePrefillMethod):
             "a fixed share of it."),
             "The loss has all rows; the authors' leaves out the first quarter.",
             "Gates are as wide as a head and have the layer's rotary embedding; the authors' are 128 wide.",
+            ("Gates that are trained here project queries, and have one projection of keys per KV head. The authors' "
+            "gates that are as wide as a head leave queries as they are, and have one of keys per query head."),
             ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "
             "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),
             ("One gate serves blocks of 64 tokens and the smaller ones of short contexts; the authors train for blocks "
