@@ -70,6 +70,8 @@ class Palu(CodedMethod):
             "and a whole zero point per token and group of heads. Their code rotates them only if asked to."),
             ("All layers have the same rank; the paper gives layers different ranks by the Fisher information, for "
             "which it needs gradients."),
+            ("A rank is a whole number per head, rounded down; the authors' code rounds that of a group of heads to a "
+            "multiple of 32."),
             "Values are restored too; the paper merges their second factor into the output projection.",
             "Subspaces are found on Python's manual when a run starts; the paper's text is Wikitext.",
             ("The context is stored exactly until its last chunk, so the first token is exact; with factored weights "
