@@ -36,7 +36,7 @@ class H2O(RollingMethod):
         upstream=Upstream(repo="FMInference/H2O", commit="ac75c2a", license="MIT"),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
-            "Scores are float32 and per sequence; the authors' code sums over the batch in the model's type.",
+            "Scores are float32; the authors' code sums in the model's type, and for LLaMA takes one sequence only.",
             "Scores accumulate over the whole prompt, and eviction happens once, at its end.",
         ),
         limits=("Sums favor early tokens, which more queries see. This is the paper's score; others normalize it.",),
