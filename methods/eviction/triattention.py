@@ -53,8 +53,9 @@ class TriAttention(PeriodicMethod):
         deviations=(
             ("Every KV head of every layer chooses for itself, which the authors' code offers; its scripts make one "
             "choice per KV head for all layers, by the mean over layers of each layer's largest score."),
-            ("The prompt is compressed too, once, at its end, where it exceeds the budget. The authors keep it and "
-            "evict generated tokens only."),
+            ("The prompt is compressed too, once, at its end, where it exceeds the budget. By default the authors keep "
+            "it and evict generated tokens only."),
+            "The authors add random numbers of up to 1e-6 to scores, so that none are equal; here none are added.",
             "Centers are measured on Python's manual when a run starts; the authors' on other text.",
         ),
         limits=(
