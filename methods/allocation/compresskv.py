@@ -65,6 +65,8 @@ class CompressKV(ScoredMethod):
             "measure on LongBench itself."),
             ("Retrieval heads are found while a needle is copied, token by token as it stands in the text. The authors "
             "let the model answer questions about needles, which small models cannot."),
+            ("A copied token counts once for a head; the authors' code counts it once for each of its places in the "
+            "needle."),
         ),
         unverified=("tokens, needle, trials: chosen for small models; the authors use texts of up to 50,000 tokens.",),
         limits=(
