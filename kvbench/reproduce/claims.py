@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvbench.reproduce.paper import (
     PaperRow,
     PaperTable,
     read_paper,
+    slug,
 )
 
 
@@ -110,11 +110,6 @@ class Claim:
         return 0.5 * 10.0**-self.table.decimals
 
 
-def slug(text: str) -> str:
-    """Normalize a name for an id."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
 def list_claims(name: str, paper: Paper) -> Iterator[Claim]:
     """Every number of a paper, in the order of its file."""
     for table in paper.table:
@@ -141,16 +136,17 @@ def find_claims(text: str) -> list[Claim]:
             raise unknown("paper", name, papers, "See `kvbench reproduce --list`, or give path/to/claims.toml:TABLE.")
         paper = read_paper(papers[name])
     found = list(list_claims(name, paper))
-    parts = [slug(x) for x in path.split("/")]
+    asked = path.split("/")
+    parts = [slug(x) for x in asked]
     if len(parts) > 4:
         raise UserError(f"claim '{text}' has too many parts. Write paper:table/model/row/column, or less of it.")
     for index, (kind, part) in enumerate(zip(("table", "model", "row", "column"), parts, strict=False)):
         names = dict.fromkeys(x.parts[index] for x in found)
-        if part and part not in names:
+        if asked[index] and part not in names:
             hint = "See `kvbench reproduce --list`."
             if index:
                 table = f"{text.partition(':')[0]}:{parts[0]}"
                 hint = f"`kvbench reproduce {table} --dry-run` lists its models and rows, with --json also its columns."
-            raise unknown(f"{kind} of {name}", part, names, hint)
+            raise unknown(f"{kind} of {name}", part or asked[index], names, hint)
         found = [x for x in found if part in ("", x.parts[index])]
     return found

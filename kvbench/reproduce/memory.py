@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from kvbench.bench.forecast import GPUS, SPARE_BYTES, Need, read_budget
+from kvbench.bench.forecast import GPUS, SPARE_BYTES, Gpu, Need, read_budget
+from kvbench.errors import UserError, unknown
 from kvbench.hf import ModelSize, predict_memory
 from kvbench.registry import find_method
 from kvbench.reproduce.claims import Claim
@@ -26,7 +27,12 @@ NO_RUN = "predicted from shapes: no prompt was run"
 
 
 def judge_bytes(claim: Claim, request: BytesRequest) -> Judgment:
-    """The verdict on a number that follows from shapes."""
+    """The verdict on a number that follows from shapes.
+
+    Raises:
+        UserError: `kvbench plan` does not know the GPU, the model, the budget or a setting, or the full cache does not
+            fit the GPU.
+    """
     found = predict(request, factor=claim.table.measure == "times") * claim.table.scale
     close = abs(found - claim.value) <= max(claim.rounding, TOLERANCE * claim.value)
     return Judgment(
@@ -42,7 +48,14 @@ def predict(request: BytesRequest, *, factor: bool) -> float:
     quantity = request.predicts
     if quantity in ("largest batch", "longest context"):
         ours = _count(request, outline, request.method)
-        return ours / _count(request, outline, "full") if factor else ours
+        if not factor:
+            return ours
+        if not (whole := _count(request, outline, "full")):
+            raise UserError(
+                f"one full cache of {request.model} with {request.length:,} tokens does not fit {_gpu(request).title}, "
+                "so no batch is a multiple of its batch. Give a smaller length or another gpu in the claims file."
+            )
+        return ours / whole
     length = request.length or _longest(request, outline, "full")
     need, full = (_need(request, outline, x, length) for x in (request.method, "full"))
     if quantity == "peak bytes":
@@ -69,9 +82,15 @@ def _batch(request: BytesRequest, need: Need) -> int:
 
 def _room(request: BytesRequest) -> int:
     """Bytes of the GPU for weights, caches and work space."""
-    assert request.gpu is not None, "the table names the GPU"
-    memory = GPUS[request.gpu].memory_bytes
+    memory = _gpu(request).memory_bytes
     return memory - min(SPARE_BYTES, memory // 20)
+
+
+def _gpu(request: BytesRequest) -> Gpu:
+    assert request.gpu is not None, "the table names the GPU"
+    if request.gpu not in GPUS:
+        raise unknown("gpu", request.gpu, GPUS)
+    return GPUS[request.gpu]
 
 
 def _longest(request: BytesRequest, outline: ModelSize, method: str) -> int:
@@ -95,7 +114,7 @@ def _need(request: BytesRequest, outline: ModelSize, method: str, length: int) -
 
 def _describe(request: BytesRequest) -> str:
     length = "the full cache's longest context" if request.length is None else f"{request.length:,} tokens"
-    place = "" if request.gpu is None else f" on {GPUS[request.gpu].title}"
+    place = "" if request.gpu is None else f" on {_gpu(request).title}"
     return f"{request.predicts} of {request.method}, {request.model}{place}" + (
         "" if request.predicts == "longest context" else f", {length}"
     )

@@ -6,6 +6,10 @@ describes the format with an example.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -142,7 +146,7 @@ class PaperTable(BaseModel):
     """The hardware of a speed, in the paper's words."""
     gpu: str | None = None
     """The GPU, as a part of its device name."""
-    batch: int = 1
+    batch: int = Field(1, ge=1)
     """Default batch size."""
     suite: str | None = None
     """The suite of kvbench with these tasks."""
@@ -172,8 +176,14 @@ class PaperTable(BaseModel):
                     f"{self.name}: '{name}' has {len(asked.budget)} budgets for {len(self.columns)} columns"
                 )
         for name, column in self.columns.items():
+            if any(x < 1 for x in ([column.length] if isinstance(column.length, int) else column.length)):
+                raise ValueError(f"{self.name}: column '{name}' has a length that is not 1 or more")
             if self.measure == "score" and not (column.task or column.lacks or self.suite):
                 raise ValueError(f"{self.name}: column '{name}' names no task, and the table no suite")
+            if self.measure != "score" and column.lacks is None and (lacks := self._find_lack(column)) is not None:
+                raise ValueError(f"{self.name}: column '{name}' {lacks}")
+        for problem in (*self._list_alike(), *self._list_wrong_numbers()):
+            raise ValueError(f"{self.name}: {problem}")
         for baseline in {self.baseline, *(x.baseline for x in self.rows.values())} - {None, *self.rows}:
             raise ValueError(f"{self.name}: '{baseline}', a baseline, is no row of the table")
         for note in self.notes:
@@ -183,6 +193,40 @@ class PaperTable(BaseModel):
                 if value is not None and value not in known:
                     raise ValueError(f"{self.name}: a note is about {kind} '{value}', which the table has not")
         return self
+
+    def _find_lack(self, column: PaperColumn) -> str | None:
+        """The missing part of a column of speeds, bytes, batches or lengths; None: it can be measured or predicted."""
+        if column.timing is None and column.predicts is None:
+            return None
+        if isinstance(column.length, list):
+            if column.length:
+                return "has several lengths; one number is of one length"
+            if column.predicts in (None, "largest batch"):
+                return f"needs a length for {column.predicts or f'{column.timing} timing'}"
+        on_a_gpu = column.predicts in ("peak bytes", "largest batch", "longest context")
+        if self.gpu is None and (on_a_gpu or (column.predicts is not None and column.length == [])):
+            return f"needs the gpu of the table for {column.predicts}"
+        return None
+
+    def _list_alike(self) -> Iterator[str]:
+        """Names that are one name in an id, or none."""
+        for kind, names in (("models", self.models), ("rows", self.rows), ("columns", self.columns)):
+            for part, count in Counter(map(slug, names)).items():
+                if not part:
+                    yield f"a name of {kind} has no letter a to z and no digit, so no id can name it"
+                elif count > 1:
+                    alike = ", ".join(f"'{x}'" for x in names if slug(x) == part)
+                    yield f"{kind} {alike} have the same id, {part}"
+
+    def _list_wrong_numbers(self) -> Iterator[str]:
+        """Infinite numbers, and batches of printed numbers that are no batches."""
+        for model, block in self.models.items():
+            for row, values in block.values.items():
+                if any(map(math.isinf, values)):
+                    yield f"'{row}' of {model} has an infinite number"
+                for value, batch in zip(values, block.batch.get(row, []), strict=False):
+                    if not math.isnan(value) and not (batch >= 1 and batch.is_integer()):
+                        yield f"'{row}' of {model} has batch {batch:g}, which is no whole number of 1 or more"
 
 
 class Paper(BaseModel):
@@ -200,6 +244,11 @@ class Paper(BaseModel):
         if twice := {x for x in names if names.count(x) > 1}:
             raise ValueError(f"two tables are called {', '.join(sorted(twice))}")
         return self
+
+
+def slug(text: str) -> str:
+    """Normalize a name for an id."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
 def list_papers() -> dict[str, Paper]:

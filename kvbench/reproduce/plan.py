@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvbench.registry import list_entries
 from kvbench.reproduce.claims import Claim
-from kvbench.reproduce.paper import Prediction
+from kvbench.reproduce.paper import Prediction, slug
 from kvbench.runs.options import Request
 from kvbench.sweep.file import SweepFile, as_text, expand
 from kvbench.sweep.suite import find_suite
@@ -142,7 +142,7 @@ def _plan_bytes(claim: Claim, predicts: Prediction, missing: list[Missing]) -> C
     assert not isinstance(column.length, list) or not column.length, "one length or none"
     request = BytesRequest(
         predicts=predicts, method=claim.method.method, model=f"random:{shape}",
-        gpu=None if claim.table.gpu is None else claim.table.gpu.lower(),
+        gpu=None if claim.table.gpu is None else slug(claim.table.gpu),
         length=column.length if isinstance(column.length, int) else None, budget=claim.budget,
         settings=tuple((key, as_text(x)) for key, x in claim.method.set.items()),
     )

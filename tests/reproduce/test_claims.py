@@ -174,6 +174,8 @@ def test_a_claim_is_found_by_less_of_its_name():
     ("snapkv:longbench/mistral", "unknown model of snapkv 'mistral'."),
     ("snapkv:longbench/x", "`kvbench reproduce snapkv:longbench --dry-run` lists its models and rows"),
     ("snapkv:longbench/a/b/c/d", "too many parts"),
+    ("snapkv:longbench/漢字/snapkv-1024", "unknown model of snapkv '漢字'."),
+    ("snapkv:***", "unknown table of snapkv '***'."),
     ("nowhere.toml:x", "cannot be read"),
 ])
 def test_a_claim_that_is_not_there_is_refused(claim, said):
@@ -193,6 +195,11 @@ def test_a_claim_that_is_not_there_is_refused(claim, said):
     ('title = "A paper"', 'titel = "A paper"', "unknown key 'titel'"),
     ('method = "full"', 'method = "full", color = "red"', "is an unknown key"),
     ('id = "mini"', 'id = "mini"\nprotocol.template = "some"', "template"),
+    ("SnapKV = { method", '"full +" = { method = "h2o" }\nSnapKV = { method', "'full', 'full +' have the same id"),
+    ("SnapKV = { method", '"漢字" = { method = "h2o" }\nSnapKV = { method', "a name of rows has no letter a to z"),
+    ("values.full = [99.0]", "values.full = [inf]", "'full' of mini has an infinite number"),
+    ('task = "niah"', 'task = "niah", length = [0]', "column 'needles' has a length that is not 1 or more"),
+    ('task = "niah"', 'timing = "step"', "names no task"),
 ])
 def test_a_file_that_says_something_else_is_refused(tmp_path, old, new, said):
     """In one line that names the place."""
@@ -205,6 +212,36 @@ def test_a_file_that_says_something_else_is_refused(tmp_path, old, new, said):
         read_paper(path)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("column", "rest", "said"), [
+    ('timing = "step"', "", "column 'needles' needs a length for step timing"),
+    ('timing = "step", length = [64, 128]', "", "column 'needles' has several lengths; one number is of one length"),
+    ('predicts = "largest batch"', 'gpu = "A100"', "column 'needles' needs a length for largest batch"),
+    ('predicts = "longest context"', "", "column 'needles' needs the gpu of the table for longest context"),
+    ('predicts = "stored bytes"', "", "column 'needles' needs the gpu of the table for stored bytes"),
+    ('timing = "step", length = 64', "batch = 0", "batch"),
+])
+def test_a_column_says_all_that_its_measurement_needs(tmp_path, column, rest, said):
+    """Otherwise it would be found missing in the middle of a command."""
+    path = tmp_path / "paper.toml"
+    path.write_text(SHORT.replace('task = "niah"', column).replace('baseline = "full"', f'measure = "ms"\n{rest}'))
+    with pytest.raises(UserError) as error:
+        read_paper(path)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("batch", "given"), [("nan", "nan"), ("0.0", "0"), ("1.5", "1.5")])
+def test_a_printed_speed_is_of_a_whole_batch(tmp_path, batch, given):
+    """A batch that no number is printed for may be left open."""
+    path = tmp_path / "paper.toml"
+    text = SHORT.replace('task = "niah"', 'timing = "step", length = 64').replace('baseline = "full"', 'measure = "ms"')
+    path.write_text(text.replace('id = "mini"', f"batch.full = [4.0]\nbatch.SnapKV = [{batch}]"))
+    with pytest.raises(UserError, match=f"'SnapKV' of mini has batch {given}, which is no whole number"):
+        read_paper(path)
+    path.write_text(path.read_text().replace("[98.5]", "[nan]"))
+    assert [x.batch for x in find_claims(f"{path}:scores")] == [4]
 
 
 def test_files_are_named_as_ids_are():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvbench.bench.forecast import GIB
 from kvbench.bench.state import Setting, open_context
+from kvbench.errors import UserError
 from kvbench.hf import Model
 from kvbench.registry import find_method
 from kvbench.reproduce.claims import find_claims
@@ -37,6 +40,27 @@ def test_batches_of_shadowkv_are_reproduced():
     found = judged("shadowkv:batch")
     assert [x.ours.value for x in found if x.claim.row == "full attention"] == [8, 4, 2]
     assert {x.verdict for x in found} == {"reproduced (bytes)"}
+
+
+def test_a_gpu_that_kvbench_plan_does_not_know_is_refused():
+    """A file of one's own may name any."""
+    request = BytesRequest("largest batch", "full", "random:llama-3.1-8b", "v100", 61_440, None, ())
+    with pytest.raises(UserError, match=r"unknown gpu 'v100'\. Did you mean 'h100'"):
+        predict(request, factor=False)
+
+
+def test_no_batch_is_a_multiple_of_none():
+    """Where not even one full cache fits the GPU."""
+    request = BytesRequest("largest batch", "snapkv", "random:llama-3.1-8b", "a100", 4_000_000, None, ())
+    with pytest.raises(UserError, match="with 4,000,000 tokens does not fit NVIDIA A100"):
+        predict(request, factor=True)
+
+
+def test_the_name_of_a_gpu_may_have_spaces():
+    """As device names have; `kvbench plan` has hyphens."""
+    (claim,) = find_claims("r-kv:batch/r1-llama-8b/fullkv/8k")
+    table = claim.table.model_copy(update={"gpu": "RTX 4090"})
+    assert plan_claim(replace(claim, table=table)).prediction.gpu == "rtx-4090"
 
 
 def test_a_method_that_compresses_after_the_prompt_extends_no_prompt():
