@@ -123,13 +123,19 @@ def judge(plan: ClaimPlan, runs: Mapping[Request, FinishedRun], baseline: ClaimP
 
 
 def find_unanchored(judgments: Sequence[Judgment]) -> dict[tuple[str, str, str], float]:
-    """The largest difference of our full cache from the printed one by paper, table and model, if above ANCHOR."""
+    """The largest difference of our full cache from the printed one by paper, table and model, if above ANCHOR.
+
+    Speeds, bytes, batches and lengths are left out: they have no points.
+    """
     found: dict[tuple[str, str, str], float] = {}
     for x in judgments:
-        is_base = x.claim.row == x.claim.table.baseline and x.verdict not in ("not run", "shape only")
-        if is_base and x.ours is not None and abs(x.ours.value - x.claim.value) > ANCHOR:
-            key = (x.claim.paper, x.claim.table.name, x.claim.model)
-            found[key] = max(found.get(key, 0.0), abs(x.ours.value - x.claim.value))
+        table = x.claim.table
+        is_base = x.claim.row == table.baseline and x.verdict not in ("not run", "shape only")
+        if table.measure == "score" and is_base and x.ours is not None:
+            points = abs(x.ours.value - x.claim.value)
+            if points > ANCHOR:
+                key = (x.claim.paper, table.name, x.claim.model)
+                found[key] = max(found.get(key, 0.0), points)
     return found
 
 

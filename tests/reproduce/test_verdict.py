@@ -156,6 +156,14 @@ def test_a_dense_cache_that_misses_by_a_point_anchors_nothing():
     assert find_unanchored([near]) == {}
 
 
+def test_a_speed_anchors_nothing():
+    """Its unit is no point: 50 tokens per second more than the paper's are no 50 points."""
+    claim = one("shadowkv:throughput/llama-3.1-8b/full-attention/60k")
+    base = replace(claim, table=claim.table.model_copy(update={"baseline": claim.row}))
+    found = verdict.Judgment(base, "not reproduced", Number(claim.value + 50, (claim.value + 49, claim.value + 51)))
+    assert find_unanchored([found]) == {}
+
+
 def test_a_verdict_can_be_sent_on():
     """As JSON, with everything that a page needs."""
     document = judged(ran(0.71, (0.68, 0.74))).document
