@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import DeviceLostError, UserError
-from kvbench.reproduce.claims import Claim, slug
+from kvbench.reproduce.claims import Claim
+from kvbench.reproduce.paper import slug
 from kvbench.reproduce.plan import ClaimPlan, Missing
 from kvbench.reproduce.verdict import Judgment, Number, Verdict
 from kvbench.runs.files import read_file
@@ -68,12 +69,12 @@ def find_timed(plan: ClaimPlan, out: Path) -> TimedClaim | Missing | None:
     path = _job_file(plan, out)
     if plan.timing is None or not path.exists():
         return None
-    from kvbench.bench.records import Bench  # with torch and transformers
+    from kvbench.bench.earlier import list_options  # with torch and transformers
+    from kvbench.bench.records import Bench
 
     bench = read_file(path, Bench)
-    asked = {key: list(x) if isinstance(x, tuple) else x for key, x in asdict(_request(plan, out)).items()}
-    del asked["out"]
-    return _pick(plan, bench) if bench.status == "done" and bench.command == asked else None
+    same = bench.status == "done" and bench.command == list_options(_request(plan, out))
+    return _pick(plan, bench) if same else None
 
 
 def _request(plan: ClaimPlan, out: Path) -> BenchRequest:
@@ -127,6 +128,7 @@ def _number(claim: Claim, cell: BenchCell) -> Number | None:
         return Number(1e3 * seconds.median, (1e3 * seconds.low, 1e3 * seconds.high))
     if cell.tokens_per_s is None:
         return None
+    seconds = cell.times["step" if cell.timing == "step" else "token"].seconds  # the time that the rate is of
     rate = cell.tokens_per_s * seconds.median
     return Number(cell.tokens_per_s, (rate / seconds.high, rate / seconds.low))
 

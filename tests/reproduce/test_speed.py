@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.bench.records import BenchCell, Median, Time
 from kvbench.errors import DeviceLostError, UserError
 from kvbench.reproduce import needs, speed
 from kvbench.reproduce.claims import find_claims
 from kvbench.reproduce.needs import look_around
 from kvbench.reproduce.plan import ClaimPlan, Missing, SpeedRequest, plan_claim
 from kvbench.reproduce.speed import TimedClaim, judge_speed, time_claim
+from kvbench.runs.spec import MethodSpec
 
 
 def one(claim: str) -> ClaimPlan:
@@ -116,6 +118,19 @@ def test_a_factor_is_over_the_dense_cache_in_the_same_job(timed):
     judged = judge_speed(one("snapkv:speed/mistral-7b-v0.2/snapkv-1024/tokens-per-second-at-16k"), found)
     assert judged.ours is not None
     assert judged.ours.value == found.cell.times["step"].speedups["full"].median
+
+
+def test_the_interval_of_a_throughput_is_that_of_the_time_per_token():
+    """An answer's time has the prompt's, too, and varies with it."""
+    token, answer = (Median(median=x, low=0.8 * x, high=y * x, n=5) for x, y in ((0.01, 1.25), (9.0, 1.5)))
+    cell = BenchCell(
+        method=MethodSpec(name="full", version="1", family="baseline", settings={}), budget=None, timing="end-to-end",
+        length=64, batch=1, asked_batch="1", state="prefill", outcome="ok", tokens_per_s=100.0,
+        times={"token": Time(seconds=token), "answer": Time(seconds=answer)},
+    )
+    ours = speed._number(one("shadowkv:throughput/llama-3.1-8b/full-attention/60k").claim, cell)
+    assert ours is not None
+    assert (ours.value, *ours.ci95) == pytest.approx((100.0, 80.0, 125.0))
 
 
 def test_a_damaged_file_is_missing(tmp_path):
