@@ -159,7 +159,10 @@ def load_run(folder: Path) -> FinishedRun:
 
 
 def renew_interval(result: Result, answers: Iterable[Answer]) -> Result:
-    """The result with today's interval of its score, which results of earlier versions do not have."""
+    """The result with today's interval of its score, which results of earlier versions do not have.
+
+    None if no answer has a score, as in a damaged journal.
+    """
     score = result.score
     if score.mean is None or score.interval == INTERVAL:
         return result
@@ -167,5 +170,5 @@ def renew_interval(result: Result, answers: Iterable[Answer]) -> Result:
     for x in answers:
         if x.score is not None:
             clusters.setdefault(x.index, []).append(x.score)
-    found = find_interval(list(clusters.values()))
+    found = find_interval(list(clusters.values())) if clusters else None
     return result.model_copy(update={"score": score.model_copy(update={"ci95": found, "interval": INTERVAL})})

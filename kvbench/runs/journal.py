@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -286,6 +286,10 @@ class Line(Record):
     error: str | None
 
 
+MOST_SCORE = 1e100
+"""Largest absolute score that comparisons read: sums of larger ones, which a hostile file may have, can be infinite."""
+
+
 class Answer(BaseModel):
     """The fields of a line that comparisons read."""
 
@@ -296,5 +300,5 @@ class Answer(BaseModel):
     index: int
     turn: int
     prompt_hash: str
-    score: float | None
+    score: Annotated[float, Field(ge=-MOST_SCORE, le=MOST_SCORE)] | None
     facts: dict[str, Any]

@@ -474,6 +474,31 @@ def test_a_journal_with_fewer_answers_than_its_result_states_is_refused(tmp_path
         load_run(tmp_path)
 
 
+def damage(folder: Path, **answer) -> Path:
+    """A curated run whose answers have other fields, and whose result is one of kvbench 0.1."""
+    source = next(CURATED.glob("snapkv-niah*"))
+    result = json.loads((source / "result.json").read_text())
+    result["score"].pop("interval", None)
+    (folder / "result.json").write_text(json.dumps(result))
+    shutil.copy(source / "spec.json", folder)
+    lines = gzip.decompress((source / "samples.jsonl.gz").read_bytes()).splitlines()
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(json.loads(x) | answer)}\n" for x in lines))
+    return folder
+
+
+def test_an_earlier_result_whose_journal_has_no_score_has_no_interval(tmp_path):
+    """There is nothing to compute it from."""
+    found = load_run(damage(tmp_path, score=None)).result.score
+    assert (found.ci95, found.interval) == (None, "exact")
+
+
+def test_a_score_that_is_too_large_to_add_is_refused(tmp_path, capsys):
+    """Sums of such scores are infinite, and a test of them ends in a traceback."""
+    with pytest.raises(UserError, match="has 0 answers"):
+        load_run(damage(tmp_path, score=1e308))
+    assert "line 1 is broken and skipped: score" in capsys.readouterr().err
+
+
 def test_a_damaged_journal_does_not_hide_the_other_runs_of_a_folder(tmp_path, capsys):
     """It is left out with a warning; a run given by name is refused."""
     source = next(CURATED.glob("snapkv-niah*"))
