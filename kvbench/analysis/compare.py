@@ -190,8 +190,11 @@ def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
 
 
 def is_too_few(runs: Sequence[FinishedRun]) -> bool:
-    """Whether runs on the same questions have too few contexts for ranks: no difference could be significant."""
-    contexts = len({x.index for x in runs[0].lines.values()})
+    """Whether runs on the same questions have too few contexts for ranks: no difference could be significant.
+
+    Contexts without a score are not tested.
+    """
+    contexts = len({x.index for x in runs[0].lines.values() if x.score is not None})
     return find_least_p(contexts, len(runs) - 1) >= ALPHA
 
 

@@ -162,6 +162,13 @@ def test_a_difference_is_tested_by_context():
     assert (found.n, found.contexts, found.mean, found.p) == (20, 5, -1.0, 2 / 32)
 
 
+def test_contexts_without_a_score_give_no_ranks():
+    """Eight contexts, of which the scorer applies to three."""
+    few = [run(name, {(i, 0): x if i < 3 else None for i in range(8)}) for name, x in (("a", 1.0), ("b", 0.0))]
+    assert rank_runs(few) == [None, None]
+    assert rank_runs([run(name, {(i, 0): x for i in range(8)}) for name, x in (("a", 1.0), ("b", 0.0))]) == [1, 2]
+
+
 def test_too_few_contexts_cannot_tell():
     """With five contexts the least p-value is 2 / 2**5, and adjusted for four runs that of eight is 4 * 2 / 2**8."""
     def compare(contexts, others):
