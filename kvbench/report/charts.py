@@ -134,7 +134,7 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
         "label": entry.label, "method": result.method.name, "technique": name_technique(result),
         "family": result.method.family, "score": mean, "low": low,
         "high": high, "cost": cost.read(result), "run": result.run_id, "rank": entry.rank,
-        "shown": f"{mean:.3f} [{low:.3f}, {high:.3f}]",
+        "shown": f"{mean:.3f} [{low:.3f}, {high:.3f}]" if ends else f"{mean:.3f}, no interval",
         "stored": "-" if stored is None else f"{stored:.1%}", "read": "-" if read is None else f"{read:.1%}",
         "token": _show(result.latency.tpot_s), "first": _show(result.latency.ttft_s),
     }

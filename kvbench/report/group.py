@@ -99,7 +99,8 @@ def _enter(runs: Sequence[FinishedRun], baseline: str | None) -> list[GroupedRun
     ]
     sign = -1 if results[0].score.higher_is_better else 1
     return sorted(entries, key=lambda x: (
-        x.rank is None, x.rank or 0, sign * (x.result.score.mean or 0.0), stored_share(x.result) or 0.0, x.label
+        x.rank is None, x.rank or 0, not x.measured, sign * (x.result.score.mean or 0.0),
+        stored_share(x.result) or 0.0, x.label,
     ))
 
 

@@ -207,6 +207,19 @@ def test_runs_are_sorted_with_ranks_and_differences(groups):
             assert x.difference.mean == pytest.approx(x.result.score.mean - full.result.score.mean)
 
 
+@pytest.mark.parametrize("higher", [True, False])
+def test_failed_runs_are_last_where_nothing_is_ranked(runs, higher):
+    """Also where lower is better: no score is not a score of 0."""
+    def shorten(run, mean, status="ok"):
+        score = run.result.score.model_copy(update={"mean": mean, "higher_is_better": higher})
+        lines = {key: line for key, line in run.lines.items() if line.index < 3}
+        return replace(run, lines=lines, result=run.result.model_copy(update={"score": score, "status": status}))
+
+    mean = -0.5 if higher else 0.5  # 0 would be better
+    (entries,) = group_runs([shorten(runs[0], None, "failed"), *(shorten(x, mean) for x in runs[1:3])])
+    assert [(x.rank, x.result.status) for x in entries] == [(None, "ok"), (None, "ok"), (None, "failed")]
+
+
 def test_labels_distinguish_runs(runs):
     """By settings that differ between runs of a method, or by id if none differ."""
     kivi = [x.result for x in runs if x.result.method.name == "kivi"]
@@ -248,6 +261,14 @@ def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):
     assert data["frontier"] == [data["rows"][i] for i in best]
     assert {layer["data"]["name"] for layer in spec["layer"]} == data.keys()
     assert draw_cost(entries[:1], COSTS[0]) is None
+
+
+def test_a_point_without_an_interval_shows_none(groups):
+    """A graded score that does not vary has none; one of no width would be read as certainty."""
+    entries = max(groups, key=len)
+    plain, whole = draw_cost([edit(entries[0], score__ci95=None), entries[1]], COSTS[0])["datasets"]["rows"]
+    assert plain["shown"] == f"{plain['score']:.3f}, no interval"
+    assert re.fullmatch(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", whole["shown"])
 
 
 def test_turn_chart_shows_every_turn(groups):
