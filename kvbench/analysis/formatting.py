@@ -164,8 +164,9 @@ def explain_no_score(result: Result) -> str:
 def format_bytes(count: float) -> str:
     """A number of bytes with a decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        text = f"{count:.0f}" if unit == "B" else f"{count:.2f}"
+        if float(text) < 1000:
+            return f"{text} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
 
@@ -179,4 +180,5 @@ def format_seconds(value: float | None) -> str:
     """A duration; a dash for None."""
     if value is None:
         return "-"
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+    text = f"{value * 1000:.1f}"
+    return f"{text} ms" if float(text) < 1000 else f"{value:.2f} s"

@@ -67,4 +67,5 @@ class Metric:
 
 
 def _round(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.4g}"
+    text = f"{value:#.4g}"
+    return f"{value:,.0f}" if float(text) >= 1000 else text

@@ -88,6 +88,7 @@ def format_speedup(found: Speedup | None) -> str:
 def format_seconds(value: float) -> str:
     """Seconds in s, ms or us, with three significant digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
+        shown = float(f"{value / size:.3g}")
+        if shown >= 1:
+            return f"{shown:,.0f} {unit}" if shown >= 1000 else f"{shown:.3g} {unit}"
     return f"{value * 1e6:.3g} us"
