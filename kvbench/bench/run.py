@@ -31,7 +31,7 @@ from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.budget import Budget
-from kvbench.errors import UserError, check_number, unknown
+from kvbench.errors import MOST, UserError, check_number, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import free_bytes
@@ -39,6 +39,7 @@ from kvbench.method import Method
 from kvbench.runs.environment import find_environment
 from kvbench.runs.files import write_record
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
+from kvbench.runs.schema import exceeds
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
 
@@ -172,7 +173,8 @@ def _prepare(request: BenchRequest) -> BenchJob:
             model=model, state=cast("State", request.state), chunk=request.chunk, later=later,
         ),
         outline=outline, methods=made,
-        anchors=ANCHORS[outline.kind], lengths=request.lengths, batches=request.batches,
+        anchors=ANCHORS[outline.kind], lengths=tuple(dict.fromkeys(request.lengths)),
+        batches=tuple(dict.fromkeys(x if x == MAX else str(int(x)) for x in request.batches)),
         timings=timings, budget=request.budget, kernels=cast("Implementation", request.kernels),
         rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
         host_memory=int(HOST_SHARE * free_bytes("cpu")) if model.device.type == "cuda" else None,
@@ -201,10 +203,10 @@ def _check(request: BenchRequest) -> list[Timing]:
     if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
         raise UserError(f"--out '{request.out}' must be a file in an existing folder.")
     for batch in request.batches:
-        if batch != MAX and not (batch.isdecimal() and int(batch)):
-            raise UserError(f"batch '{batch}' must be a number of 1 or more, or max (the largest that fits).")
-        if batch != MAX:
-            check_number("batch", int(batch))
+        if batch != MAX and not (batch.isdecimal() and not exceeds(batch, MOST) and int(batch)):
+            raise UserError(
+                f"batch '{batch[:80]}' must be a number from 1 to {MOST:,}, or max (the largest that fits)."
+            )
     if request.budget is not None:
         Budget.parse(request.budget)
     check_kernels(request.kernels)

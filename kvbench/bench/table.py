@@ -41,11 +41,13 @@ def _list_cells(cell: BenchCell, *, gpu: bool) -> Iterator[dict[str, str]]:
 
 
 def _label(cell: BenchCell, quantity: str) -> str:
-    """Name of a quantity; for compression with its share of the prefill."""
+    """Name of a quantity; for compression with its share of the prefill, if the file has one."""
     if quantity != "compression":
         return quantity
-    share = cell.times[quantity].seconds.median / cell.times["prefill"].seconds.median
-    return f"{quantity}, {share:.0%} of prefill"
+    prefill = cell.times.get("prefill")
+    if prefill is None or not prefill.seconds.median:
+        return quantity
+    return f"{quantity}, {cell.times[quantity].seconds.median / prefill.seconds.median:.0%} of prefill"
 
 
 def _list_numbers(cell: BenchCell, quantity: str, time: Time) -> dict[str, str]:
@@ -57,8 +59,8 @@ def _list_numbers(cell: BenchCell, quantity: str, time: Time) -> dict[str, str]:
         found |= {"bytes moved": format_bytes(time.bytes_moved), "of copy": f"{time.bandwidth_share:.0%}"}
     if cell.memory is not None:
         peak = cell.memory.peak_bytes if cell.device_memory is None else cell.device_memory.peak_bytes
-        stored = (cell.memory.stored_bytes + cell.memory.off_device_bytes) / cell.memory.full_bytes
-        found |= {"stored": f"{stored:.1%}", "peak": format_bytes(peak)}
+        held, full = cell.memory.stored_bytes + cell.memory.off_device_bytes, cell.memory.full_bytes
+        found |= {"stored": f"{held / full:.1%}" if full else "", "peak": format_bytes(peak)}
     return found
 
 

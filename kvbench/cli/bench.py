@@ -10,8 +10,9 @@ import typer
 
 from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
-from kvbench.errors import InterruptionError, UserError
+from kvbench.errors import MOST, InterruptionError, UserError
 from kvbench.log import count
+from kvbench.runs.schema import exceeds
 
 if TYPE_CHECKING:
     from kvbench.bench.forecast import Forecast, MethodForecast
@@ -195,6 +196,8 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = _split(text)
-    if not all(x.isdecimal() for x in parts):
-        raise UserError(f"{option} '{text}' must be whole numbers, such as 4096 or 4096,32768.")
+    if not all(x.isdecimal() and not exceeds(x, MOST) for x in parts):
+        raise UserError(
+            f"{option} '{text[:80]}' must be whole numbers of {MOST:,} or less, such as 4096 or 4096,32768."
+        )
     return tuple(int(x) for x in parts)

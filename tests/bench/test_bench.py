@@ -27,6 +27,7 @@ from kvbench.bench.records import Bench
 from kvbench.bench.references import WrongKernelError, compare_operations, measure
 from kvbench.bench.run import BenchRequest, check_positions, run_bench
 from kvbench.bench.state import Setting, open_context
+from kvbench.bench.table import list_lines, make_tables
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf import Model
@@ -859,6 +860,8 @@ def test_absolute_times_of_a_cpu_are_not_printed(bench):
     ("--length 0", "length 0 must be 1 or more"), ("--seconds 0", "seconds 0.0 must be 1 or more"),
     ("--memory 0", "0.0 must be 0.001 or more"), ("--out nowhere/bench.json", "in an existing folder"),
     ("--kernels cuda", "unknown kernels 'cuda'"),
+    (f"--length {'9' * 5000}", "must be whole numbers of 2,147,483,647 or less"),
+    (f"--batch {'9' * 5000}", "must be a number from 1 to 2,147,483,647"),
     ("--kernels flash", "flash"), ("--method nope", "unknown method 'nope'"),
     ("--set window=3 --method h2o", "--set applies to one method"), ("--method none", "none is for diffusion models"),
     ("--model random:llada-8b --method none", "use --timing end-to-end"),
@@ -870,6 +873,29 @@ def test_wrong_requests_are_refused_before_anything_runs(kvbench, few, line, mes
     assert answer.code == 2
     assert message in answer.err
     assert len(answer.err.splitlines()) == 1
+
+
+def test_a_cell_that_is_asked_for_twice_is_timed_once(few):
+    """Lengths and batches."""
+    found = run_bench(BenchRequest(
+        methods=("full",), model="random:two-layers", lengths=(32, 32), batches=("1", "01"), timings=("step",),
+        rounds=1,
+    ))
+    assert [(x.method.name, x.length, x.asked_batch) for x in found.cells] == [
+        ("full", 32, "1"), ("full-int8", 32, "1")
+    ]
+
+
+def test_a_file_without_a_prefill_has_a_table(few):
+    """Bench files may be damaged, or made by others."""
+    cells = run_bench(BenchRequest(methods=("full",), model="random:two-layers", lengths=(32,), rounds=1))
+    (cell, *_) = (x for x in cells.cells if x.timing == "end-to-end")
+    times = {"compression": cell.times["prefill"]}
+    empty = cell.memory.model_copy(update={"full_bytes": 0})
+    damaged = cells.model_copy(update={"cells": (cell.model_copy(update={"times": times, "memory": empty}),)})
+    ((_, columns, rows),) = make_tables(damaged)
+    assert columns[:2] == ["method", "quantity"] and rows[0][:2] == ["full", "compression"]
+    assert "compression " in next(iter(list_lines(damaged)))
 
 
 def test_positions_that_a_model_cannot_compute_are_refused(few):
