@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from kvbench.errors import UserError
 from kvbench.log import say
@@ -129,8 +130,11 @@ def _reach_hub() -> None:
     if "HF_HUB_OFFLINE" in os.environ:
         return
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    host = hub.hostname or ""
+    if {hub.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
+        return  # its client connects to the proxy
     try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), PATIENCE).close()
-    except OSError as error:
-        say(f"{hub.hostname} cannot be reached ({error}): only its local cache is used.")
+        socket.create_connection((host, hub.port or (80 if hub.scheme == "http" else 443)), PATIENCE).close()
+    except (OSError, ValueError) as error:  # ValueError: the port is no number
+        say(f"{hub.netloc} cannot be reached ({error}): only its local cache is used.")
         os.environ["HF_HUB_OFFLINE"] = "1"

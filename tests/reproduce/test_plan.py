@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,6 +148,39 @@ def test_a_large_model_needs_a_gpu_and_room(monkeypatch):
 def llama() -> ModelSize:
     """Of Llama 3.1 8B."""
     return predict_memory("random:llama-3.1-8b", "bfloat16")
+
+
+@pytest.mark.parametrize(("endpoint", "proxies", "reached", "offline"), [
+    ("https://hub.example", {}, [("hub.example", 443)], False),
+    ("http://hub.example", {}, [("hub.example", 80)], False),
+    ("http://hub.example:8000/hub", {}, [("hub.example", 8000)], False),
+    ("http://hub.example:port", {}, [], True),
+    ("https://away.example", {}, [("away.example", 443)], True),
+    ("https://away.example", {"https_proxy": "http://proxy.example:3128"}, [], False),
+    ("https://away.example", {"https_proxy": "http://proxy.example:3128", "no_proxy": "away.example"},
+     [("away.example", 443)], True),
+])
+def test_the_hub_is_looked_for_where_its_client_does(monkeypatch, capsys, endpoint, proxies, reached, offline):
+    """A mirror without encryption has another port, and a proxy reaches what this machine does not."""
+    def connect(address, timeout):
+        asked.append(address)
+        if address[0] == "away.example":
+            raise OSError("no route")
+        return SimpleNamespace(close=lambda: None)
+
+    asked: list[tuple[str, int]] = []
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # restored after the test
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    for name, value in proxies.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    needs._reach_hub()
+    assert asked == reached
+    assert ("HF_HUB_OFFLINE" in os.environ, "cannot be reached" in capsys.readouterr().err) == (offline, offline)
 
 
 def test_each_thing_is_looked_for_once(monkeypatch):
