@@ -67,6 +67,11 @@ def describe_power(samples: int, turns: int, full: Result | None = None) -> str:
     accuracy = None if full is None else full.score.mean
     if samples < FEWEST:
         return f"{size} cannot detect any difference at p < 0.05. Use more --samples."
+    if full is not None and accuracy is not None and not 0 <= accuracy <= 1:
+        return (
+            f"{size}: no detectable difference is predicted, because {full.run_id} scores {accuracy:.3f}, and only the "
+            "power of scores from 0 to 1 is known."
+        )
     assumed = "worst case" if full is None else f"full cache at {accuracy:.3f} in {full.run_id}"
     independent, correlated = (find_detectable(samples, accuracy, x) for x in (turns, 1))
     if independent is None:

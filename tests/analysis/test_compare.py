@@ -319,6 +319,14 @@ def test_the_minimum_detectable_effect_is_described(result):
     )
 
 
+def test_a_score_that_is_no_accuracy_predicts_nothing(result):
+    """As BLEU, from 0 to 100; and it is not said that no difference could be found."""
+    full = result.model_copy(update={"score": result.score.model_copy(update={"mean": 31.0})})
+    assert describe_power(40, 1, full).startswith(
+        f"40 samples: no detectable difference is predicted, because {result.run_id} scores 31.000"
+    )
+
+
 def test_six_contexts_can_detect_a_difference_but_not_every_one_reliably(result):
     """All six must be lost; where the full cache answers 0.9 that happens in 53 % at most."""
     score = result.score.model_copy(update={"mean": 0.9})
