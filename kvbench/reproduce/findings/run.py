@@ -229,20 +229,25 @@ def judge(plan: Plan, measured: dict[int, dict[str, Values]]) -> tuple[FindingRe
 
 
 def _judge_check(check: StatisticCheck, values: Sequence[Values]) -> CheckResult:
-    """The check holds if the whole interval over texts satisfies it, and does not hold if none of it does."""
+    """The check holds if the whole interval over texts satisfies it, and does not hold if none of it does.
+
+    One text has no interval and decides nothing; its layers cannot agree with those of another one either.
+    """
     numbers = _numbers(check, values)
     if check.linear is None:
         mean, (low, high) = fmean(numbers), bootstrap_interval([[x] for x in numbers])
     else:
         mean, (low, high) = _fit_mean([x[check.value] for x in values])
-    bounds = (check.agreement, check.linear, None if check.above is None else 0.0, check.least)
-    least = next((x for x in bounds if x is not None), None)
-    if least is not None:
+    least = next((x for x in (check.agreement, check.linear, check.least) if x is not None), None)
+    if check.above is not None:
+        good, bad = low > 0, high <= 0
+    elif least is not None:
         good, bad = low >= least, high < least
     else:
         assert check.most is not None
         good, bad = high <= check.most, low > check.most
-    verdict: Decision = "holds" if good else "does not hold" if bad else "undecided"
+    decided: Decision = "holds" if good else "does not hold" if bad else "undecided"
+    verdict: Decision = "undecided" if len(values) == 1 else decided
     return CheckResult(rule=check.rule, mean=mean, ci95=(low, high), texts=tuple(numbers), verdict=verdict)
 
 

@@ -106,11 +106,22 @@ def test_all_findings_are_judged_on_a_model(model, tmp_path):
     (StatisticCheck(value="x", most=0.5), [0.6, 0.7, 0.8], "does not hold"),
     (StatisticCheck(value="x", above="y"), [0.6, 0.7, 0.8], "holds"),
     (StatisticCheck(value="x", above="z"), [0.6, 0.7, 0.8], "does not hold"),
+    (StatisticCheck(value="x", above="y"), [0.0, 0.0, 0.0], "does not hold"),
+    (StatisticCheck(value="x", above="y"), [0.0, 0.7, 0.8], "undecided"),
+    (StatisticCheck(value="x", above="y"), [0.6], "undecided"),
+    (StatisticCheck(value="x", least=0.5), [0.6], "undecided"),
+    (StatisticCheck(value="x", most=0.5), [0.6], "undecided"),
 ])
 def test_a_check_by_hand(check, values, verdict):
     """The whole interval, a part of it, or none of it satisfies the bound."""
     texts = [{"x": x, "y": 0.0, "z": 1.0} for x in values]
     assert run._judge_check(check, texts).verdict == verdict
+
+
+def test_one_text_agrees_with_no_other():
+    """Its correlation with itself is 1."""
+    found = run._judge_check(StatisticCheck(value="x", agreement=0.8), [{"x": [1.0, 2.0, 3.0]}])
+    assert (found.mean, found.verdict) == (pytest.approx(1.0), "undecided")
 
 
 def test_the_line_is_fitted_to_the_mean_curve():
