@@ -11,7 +11,7 @@ from kvbench.errors import UserError, unknown
 from kvbench.log import say
 from kvbench.registry import list_models
 from kvbench.runs.files import read_answers, read_file
-from kvbench.runs.journal import Answer
+from kvbench.runs.journal import Answer, Line
 from kvbench.runs.results import Result, SuiteRecord
 from kvbench.runs.spec import shorten
 from kvbench.runs.stats import INTERVAL, find_interval
@@ -148,6 +148,16 @@ def load_run(folder: Path) -> FinishedRun:
                 "are paired by id. Give every record of the task its own id, and run it again."
             )
     result = read_file(folder / "result.json", Result)
+    check_complete(folder, result, lines)
+    return FinishedRun(folder, renew_interval(result, lines), named)
+
+
+def check_complete(folder: Path, result: Result, lines: Sequence[Answer | Line]) -> None:
+    """Check that a journal has all answers that the result states.
+
+    Raises:
+        UserError: it has not; comparisons would leave the others out.
+    """
     stated, there = result.n_questions or result.n_samples, {x.index for x in lines}
     if len(lines) < stated or len(there) < result.n_samples:
         raise UserError(
@@ -155,7 +165,6 @@ def load_run(folder: Path) -> FinishedRun:
             f"{stated} about {result.n_samples}; comparisons would leave the others out. Restore samples.jsonl, or "
             "delete result.json and run its command again."
         )
-    return FinishedRun(folder, renew_interval(result, lines), named)
 
 
 def renew_interval(result: Result, answers: Iterable[Answer]) -> Result:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from kvbench.analysis.load import check_complete
 from kvbench.analysis.shares import reference_width
 from kvbench.analysis.significance import ALPHA, adjust, flip_signs
 from kvbench.errors import UserError, unknown
@@ -42,7 +43,7 @@ class Comparison(BaseModel):
     less: str
     by: float
     equal_bytes: bool = False
-    """True: the comparison is void if `more` stores more bytes."""
+    """True: the comparison is void if `more` stores more bytes, or if bytes were not measured."""
 
 
 class Finding(BaseModel):
@@ -101,7 +102,9 @@ class Finished:
         result = read_file(folder / "result.json", Result)
         if result.status != "ok":
             raise UserError(f"run {folder} failed: {result.error}. Remove the folder, then run the same command.")
-        return cls(result, tuple(read_lines(folder / "samples.jsonl")))
+        lines = tuple(read_lines(folder / "samples.jsonl"))
+        check_complete(folder, result, lines)
+        return cls(result, lines)
 
 
 class Compared(Record):
@@ -233,7 +236,8 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
 def _judge(tested: Compared, p_adjusted: float) -> Compared:
     """`holds` if significantly above `by`, `does not hold` if significantly below, otherwise `undecided`."""
     verdict: Decision = "undecided"
-    void = tested.equal_bytes and (tested.bytes_more or 0.0) > SAME_BYTES * (tested.bytes_less or 0.0)
+    more, less = tested.bytes_more, tested.bytes_less
+    void = tested.equal_bytes and (more is None or less is None or more > SAME_BYTES * less)
     if p_adjusted < ALPHA and not void:
         verdict = "holds" if fmean(tested.contexts) > tested.by else "does not hold"
     return tested.model_copy(update={"p_adjusted": p_adjusted, "verdict": verdict})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +19,7 @@ from kvbench.reproduce.shape import (
     Comparison,
     Finding,
     FindingsFile,
+    Finished,
     ShapeRecord,
     decide,
     find_findings,
@@ -27,6 +30,7 @@ from kvbench.runs.files import read_file
 from kvbench.runs.request import check
 from kvbench.toml import read_toml
 
+CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 RECORD = Path(__file__).parent.parent.parent / "results" / "shape" / "findings.json"
 SEVEN = {
     "later-turns", "hidden-question", "low-precision", "merging", "retrieval-heads", "delayed-cache", "window-scores",
@@ -145,6 +149,28 @@ def test_more_bytes_make_a_comparison_at_equal_bytes_void():
     runs = {"b": run([[0.5]] * 10, 0.25)}
     verdicts = [outcome(equal, a=run([[1.0]] * 10, x), **runs).verdict for x in (0.20, 0.255, 0.275)]
     assert verdicts == ["holds", "holds", "undecided"]
+
+
+@pytest.mark.parametrize("unknown", ["more", "less"])
+def test_bytes_that_were_not_measured_are_not_equal(unknown):
+    """As those of an answer that no store counted."""
+    sides = {"more": run([[1.0]] * 9), "less": run([[0.0]] * 9)}
+    stated = Comparison(more="more", less="less", by=0.1, equal_bytes=True)
+    assert outcome(stated, **sides).verdict == "holds"
+    sides[unknown].result.memory = None
+    assert outcome(stated, **sides).verdict == "undecided"
+
+
+def test_a_journal_that_lacks_a_turn_is_refused(tmp_path):
+    """The context would be averaged over the others."""
+    source = next(CURATED.glob("snapkv-niah*"))
+    shutil.copy(source / "result.json", tmp_path)
+    lines = gzip.decompress((source / "samples.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines))
+    assert len(Finished.load(tmp_path).lines) == len(lines)
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(UserError, match=f"has {len(lines) - 1} answers about .* its result states {len(lines)} about"):
+        Finished.load(tmp_path)
 
 
 def test_other_questions_cannot_be_compared():
