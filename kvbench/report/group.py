@@ -131,7 +131,8 @@ def name_training(result: Result) -> str:
         return "trained on the tasks"
     card, parts = result.method.card, () if result.method.code else result.method.name.split("+")
     known = [x.facts.get("calibration") for x in list_entries("method") if x.name in parts]
-    found = {name_preparation(x) for x in ([card["calibration"]] if "calibration" in card else known)}
+    stated = [card["calibration"]] if "calibration" in card else known
+    found = {name_preparation(None if x is None else str(x)) for x in stated}  # a card of a file may have any value
     return "trained on another text" if "trained" in found else "calibrated" if "calibrated" in found else ""
 
 

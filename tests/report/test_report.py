@@ -26,7 +26,7 @@ from kvbench.errors import UserError
 from kvbench.report import charts, page
 from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import draw_grid, draw_picture, list_cells, read_grid
-from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results
+from kvbench.report.group import GroupedRun, find_frontier, group_runs, label_results, name_training
 from kvbench.report.sections import HEAD, name_groups, write_report
 from kvbench.report.sections import list_cells as list_row
 from kvbench.report.table import TableCell, write_table
@@ -228,6 +228,15 @@ def test_labels_distinguish_runs(runs):
     twice = label_results([kivi[0], kivi[0].model_copy(update={"run_id": "x-12"})])
     assert twice == [f"kivi ({kivi[0].run_id.rpartition('-')[2]})", "kivi (12)"]
     assert label_results([x.result for x in runs if x.result.method.name == "random"][:1])[0].startswith("random ")
+
+
+@pytest.mark.parametrize(("calibration", "said"), [
+    (None, ""), ("64 texts", "calibrated"), ("64 texts, trained", "trained on another text"), (5, "calibrated"),
+])
+def test_a_calibration_is_named_whatever_a_file_has(groups, calibration, said):
+    """The card of a result is of no fixed form."""
+    card = {"calibration": calibration}
+    assert name_training(edit(max(groups, key=len)[0], method__card=card).result) == said
 
 
 def test_the_pareto_frontier():
