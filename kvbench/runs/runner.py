@@ -49,6 +49,7 @@ class Outcome:
             other += f" Its method had found other values on the model ({'; '.join(self.bound_changes)})."
         return f"already finished: showing {self.folder}.{other} Delete the folder to run it again."
 
+
 def find_existing(job: Job) -> Outcome | None:
     """The finished run of this spec, if there is one."""
     path = job.folder / "result.json"
@@ -96,7 +97,8 @@ def run_samples(
         try:
             if journal.finished:
                 say(f"resuming: {len(journal.finished)} of {job.spec.samples} samples are already done.")
-                mixed = describe_mixed([*find_machines(journal.lines), find_machine(job.model.device.type)])
+                here = [find_machine(job.model.device.type)] if len(journal.finished) < job.spec.samples else []
+                mixed = describe_mixed([*find_machines(journal.lines), *here])
                 if mixed is not None:
                     say(f"{mixed}: the result will have scores but no times. For times, use another --out.")
             yield from _run_missing(job, journal, progress, shared)

@@ -40,7 +40,7 @@ def summarize(
 ) -> Result:
     """The result of a run whose samples are all in the journal.
 
-    environment: of the machine that ran the samples; None: this machine.
+    environment: of the run; None: this process, with the machine of the samples if they name one, not several.
     interval: of the score; an earlier method recomputes an earlier result.
     """
     spec = job.spec
@@ -49,6 +49,9 @@ def summarize(
         environment = find_environment(
             spec.device, started=started, seconds=seconds, device_map=job.model.device_map
         )
+        machines = find_machines(lines)
+        if len(machines) == 1:
+            environment = environment.model_copy(update=machines[0].model_dump())
     lines = sorted(lines, key=lambda x: (x.index, x.turn))
     failed = {x.index: x.error for x in lines if x.error is not None}
     good = [x for x in lines if x.index not in failed]

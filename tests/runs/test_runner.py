@@ -221,6 +221,21 @@ def test_times_of_two_machines_are_not_mixed(kvbench, arguments, tmp_path):
         assert (times == {None, 0}) is mixed
 
 
+def test_a_result_written_elsewhere_names_the_machine_of_its_samples(kvbench, arguments, tmp_path):
+    """Times belong to the machine that measured them, also if another one writes the result, as after a full disk."""
+    whole = kvbench(*arguments, "--method", LAST).json
+    folder = only_run(tmp_path)
+    path = folder / "samples.jsonl"
+    lines = read_lines(path)
+    elsewhere = lines[0].machine.model_copy(update={"cpu": "another", "threads": lines[0].machine.threads + 1})
+    path.write_text("".join(f"{x.model_copy(update={'machine': elsewhere}).model_dump_json()}\n" for x in lines))
+    (folder / "result.json").unlink()
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.json["latency"] == whole["latency"]
+    assert {name: answer.json["environment"][name] for name in ("cpu", "gpu", "threads")} == elsewhere.model_dump()
+    assert "no times" not in answer.err
+
+
 @pytest.mark.parametrize("mode", ["single", "multi-turn"])
 def test_the_time_of_an_answer_ends_at_its_last_token(kvbench, arguments, tmp_path, monkeypatch, mode):
     """Checks, counts and detokenization come after it, as they do where an answer is decoded for comparison."""
