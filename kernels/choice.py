@@ -26,8 +26,8 @@ _look: ContextVar[Callable[[str, object, object], None] | None] = ContextVar("lo
 def using(name: str) -> Iterator[dict[str, str]]:
     """Run operations with the implementation `name`, one of IMPLEMENTATIONS.
 
-    Yields a dict of the implementations that ran, by `<op>` or `<op>.<function>`. An operation without this
-    implementation raises NotImplementedError when it is called, unless REST has a fallback.
+    Yields a dict of the implementations that ran, by `<op>` or `<op>.<function>`; several are joined by `+`. An
+    operation without this implementation raises NotImplementedError when it is called, unless REST has a fallback.
     """
     ran: dict[str, str] = {}
     token = _choice.set((name, ran))
@@ -79,8 +79,15 @@ def operation(function: Callable[P, R], *, writes: str | None = None) -> Callabl
 
 
 def note(label: str, implementation: str) -> None:
-    """Record what ran, for an implementation that chooses among several kernels itself."""
-    _choice.get()[1][label] = implementation
+    """Record what ran, for an implementation that chooses among several kernels itself; all of them, joined by `+`."""
+    ran = _choice.get()[1]
+    before = ran.get(label, implementation)
+    ran[label] = before if before == implementation else join(before, implementation)
+
+
+def join(first: str, second: str) -> str:
+    """The names of both records, each once, such as `sdpa_flash+sdpa_math` of layers without and with a window."""
+    return "+".join(sorted({*first.split("+"), *second.split("+")}))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 
+from kvbench.kernels.choice import join
 from kvbench.log import count
 from kvbench.runs.environment import find_environment
 from kvbench.runs.job import Job
@@ -348,6 +349,8 @@ def _middle(values: Sequence[float]) -> float | None:
 
 
 def _kernels(implementation: str, lines: Sequence[Line]) -> Kernels:
-    ran = {name: found for line in lines for name, found in line.kernels.items()}
+    ran: dict[str, str] = {}
+    for name, found in (x for line in lines for x in line.kernels.items()):
+        ran[name] = join(ran.get(name, found), found)
     ops = sorted({x.partition(".")[0] for x in ran})
     return Kernels(implementation=implementation, ops=tuple(ops), ran=dict(sorted(ran.items())))

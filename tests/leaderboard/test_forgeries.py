@@ -286,6 +286,9 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a function of another implementation": (
         lambda x: {"kernels": {**x.kernels, "dense_attention.prompt": "triton"}}, "ran as triton, and its kernels are",
     ),
+    "a function of another implementation on some layers": (
+        lambda x: {"kernels": {**x.kernels, "dense_attention.prompt": "sdpa_flash+triton"}}, "ran as sdpa_flash+triton",
+    ),
     "an answer cut short": (cut, "its answer ends after 0 of 128 tokens without a stop token"),
     "a maximum that is no counter": (forge("effect", maxima=("gift",)), "its maxima are ('gift',), and of its"),
     "a sum that is called a maximum": (
@@ -499,6 +502,13 @@ def test_a_journal_of_other_code_without_later_fields_is_flagged(snapkv, check):
     files = edit(snapkv.with_lines(age), RESULT, lambda x: x["kernels"].update(ops=[], ran=ran))
     found = check(in_spec("sources", "harness", value="1" * 64)(files))
     assert (found["fields"], found["code"], found["kernels"], found["level"]) == ("flag", "flag", "flag", "L0")
+
+
+def test_an_operation_may_have_run_in_several_kernels(snapkv, check):
+    """A layer with a window runs another one than a layer without."""
+    both = {"dense_attention.prompt": "sdpa_flash+sdpa_math"}
+    found = check(snapkv.with_lines(lambda _, x: x.model_copy(update={"kernels": x.kernels and {**x.kernels, **both}})))
+    assert (found["measurements"], found["level"]) == ("ok", "L0")
 
 
 def test_a_file_that_goes_by_the_name_of_a_task_has_no_level(snapkv, check):

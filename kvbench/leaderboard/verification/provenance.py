@@ -97,7 +97,8 @@ def _list_wrong_versions(spec: RunSpec, place: Environment, lines: Sequence[Line
     for name, least in OLDEST.items():
         if (old := stated[name]) is not None and _read_version(old) < least:
             yield f"{name} {quote(old)} is older than any with which kvbench runs"
-    if place.triton is None and (spec.kernels == "triton" or any("triton" in x.kernels.values() for x in lines)):
+    ran = {name for x in lines for names in x.kernels.values() for name in names.split("+")}
+    if place.triton is None and "triton" in {spec.kernels, *ran}:
         yield "operations ran in Triton, and its environment has no triton"
     for name, value, here in _list_packages(spec, place):
         if _read_version(value)[0] > _read_version(here)[0]:
