@@ -120,14 +120,19 @@ def _claim_folder(job: Job) -> None:
     """Write spec.json, or check that the samples in the folder were computed by the same code on the same values.
 
     Raises:
-        UserError: they were not, or the folder is of another run.
+        UserError: they were not, no file says so, or the folder is of another run.
     """
     path, journal = job.folder / "spec.json", job.folder / "samples.jsonl"
+    has_lines = journal.exists() and journal.stat().st_size
+    if has_lines and not path.exists():
+        raise UserError(
+            f"{job.folder} holds samples without spec.json, which names the code that computed them, and one result "
+            "cannot mix several. Delete the folder to start again, or give another --out."
+        )
     if path.exists():
         saved = read_file(path, RunSpec)
         if saved.run_id != job.spec.run_id:
             raise UserError(f"{path} is of another run. Move the folder away, or give another --out.")
-        has_lines = journal.exists() and journal.stat().st_size
         changes = saved.find_code_changes(job.spec)
         if changes and has_lines:
             raise UserError(

@@ -418,6 +418,20 @@ def test_samples_of_other_code_are_not_continued(kvbench, arguments, tmp_path):
     assert kvbench(*arguments, "--method", LAST).code == 0
 
 
+def test_samples_of_unknown_code_are_not_continued(kvbench, arguments, tmp_path):
+    """Without spec.json nothing says which code computed them."""
+    kvbench(*arguments, "--method", LAST)
+    folder = only_run(tmp_path)
+    for name in ("result.json", "spec.json"):
+        (folder / name).unlink()
+    refused = kvbench(*arguments, "--method", LAST)
+    assert refused.code == 2
+    assert "holds samples without spec.json" in refused.err
+    assert not (folder / "spec.json").exists()
+    (folder / "samples.jsonl").unlink()
+    assert kvbench(*arguments, "--method", LAST).code == 0
+
+
 def test_samples_of_other_values_on_the_model_are_not_continued(kvbench, arguments, tmp_path):
     """A method that found another hash on the model than it did for the saved samples is refused, in one line.
 
