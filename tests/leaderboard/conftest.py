@@ -64,7 +64,7 @@ class Done:
         files = self.files
         return repack(files, {
             SAMPLES: gzip.compress("".join(f"{x.model_dump_json()}\n" for x in lines).encode(), mtime=0),
-            RESULT: summarize(self.job, lines).model_dump_json().encode(),
+            RESULT: summarize(self.job, lines, self.bundle.result.environment).model_dump_json().encode(),
         })
 
 
