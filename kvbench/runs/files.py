@@ -136,13 +136,14 @@ def _read_journal(path: Path) -> bytes:
 
 
 def finished_samples(lines: Sequence[Line]) -> set[int]:
-    """Indices of samples that have all turns, or an error."""
+    """Indices of samples that have all turns, or an error, and no line beyond them."""
     turns: dict[int, set[int]] = {}
     wanted: dict[int, int] = {}
     for x in lines:
         turns.setdefault(x.index, set()).add(x.turn)
         wanted[x.index] = x.turn + 1 if x.error is not None else x.turns
-    return {index for index, n in wanted.items() if turns[index] >= set(range(n))}
+    # A hostile line may want more turns than fit into memory: their number is compared first.
+    return {i for i, n in wanted.items() if i >= 0 and len(turns[i]) == n and turns[i] == set(range(n))}
 
 
 def read_file(path: Path, kind: type[T]) -> T:

@@ -119,6 +119,14 @@ def test_a_sample_is_finished_with_all_its_turns_or_its_error():
     assert finished_samples([line(0, 1, error="MemoryError: out")]) == set()
 
 
+def test_turns_that_cannot_be_make_no_finished_sample():
+    """More turns than memory holds, turns beyond the last, and samples before the first one."""
+    assert finished_samples([line(0, 0, turns=10**15)]) == set()
+    assert finished_samples([line(0, 10**15, error="MemoryError: out")]) == set()
+    assert finished_samples([line(0, 10**15, turns=10**15 + 1), line(0, 0), line(0, 1)]) == set()
+    assert finished_samples([line(-1, 0), line(-1, 1)]) == set()
+
+
 def test_an_unknown_schema_version_is_refused(tmp_path):
     """A file of a later kvbench is not read."""
     path = tmp_path / "samples.jsonl"
