@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvbench.errors import UserError
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import find_device
-from kvbench.runs.request import ResolvedRequest, check, check_model
+from kvbench.runs.request import ResolvedRequest, check, check_model, read_batch
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import SweepCell
 
@@ -29,7 +29,7 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
             plans.append(check(cell.request))
             facts = describe_run(plans[-1])
         request = cell.request  # without the device map, which is not part of a run's identity
-        first = seen.setdefault((facts, request.model, request.device, request.dtype), cell)
+        first = seen.setdefault((facts, request.model, request.device, request.dtype or "auto"), cell)
         if first is not cell:
             raise UserError(f"cells {first.label} and {cell.label} are the same run. Remove one of them.")
     return plans
@@ -77,5 +77,5 @@ def describe_run(plan: ResolvedRequest) -> str:
     ] + [
         task.dataset_revision, plan.protocol.model_dump(mode="json"), plan.template, plan.scorer.id,
         plan.generation.model_dump(mode="json"), plan.length, str(plan.budget), request.split, request.samples,
-        request.seed, request.parts, request.chunk, request.batch, request.kernels,
+        request.seed, request.parts, request.chunk, read_batch(request.batch), request.kernels,
     ], sort_keys=True, default=str)

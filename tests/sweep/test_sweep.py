@@ -252,6 +252,8 @@ BAD = [
     (f'{LAST_GRID}dtype = "int3"\n', "", "unknown dtype 'int3'"),
     (f"{LAST_GRID}seed = [1, 1]\n", "", "[[grid]] 1: seed has 1 twice"),
     (f'{LAST_GRID}{LAST_GRID}budget = "25%"\n', "", "budget=25%' ([[grid]] 2) are the same run"),
+    (f"{LAST_GRID}{LAST_GRID}batch = 1\n", "", "batch=1' ([[grid]] 2) are the same run"),
+    (f'{LAST_GRID}{LAST_GRID}dtype = "auto"\n', "", "dtype=auto' ([[grid]] 2) are the same run"),
 
 ]
 
