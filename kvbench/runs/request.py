@@ -235,12 +235,20 @@ def _check_output(request: Request) -> None:
 
 def _check_folder(what: str, path: Path, option: str) -> None:
     folder = path.absolute()
-    while not folder.exists():
+    while not _is_there(folder):
         folder = folder.parent
     if not folder.is_dir():
         raise UserError(f"{what} '{path}' cannot be made: {folder} is a file. Give another {option}.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{what} '{path}' is not writable. Give another {option}.")
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether a path exists, as far as this user may see."""
+    try:
+        return folder.exists()
+    except PermissionError:  # of a folder above it
+        return False
 
 
 def check_model(name: str) -> None:

@@ -355,6 +355,22 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(kvbench, arguments, tmp_path
     assert len(scores(only_run(tmp_path))) == 4
 
 
+def test_an_output_folder_that_nobody_may_see_is_refused(kvbench, arguments, tmp_path, monkeypatch):
+    """In another user's folder, in one line."""
+    there = Path.exists
+
+    def exists(path):
+        if path.name == "runs":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return there(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr("kvbench.runs.request.os.access", lambda path, _: Path(path) != tmp_path)
+    answer = kvbench(*arguments, "--method", LAST)
+    assert answer.code == 2
+    assert f"output folder '{tmp_path / 'runs'}' is not writable. Give another --out." in answer.err
+
+
 def test_two_processes_do_not_share_a_run(kvbench, arguments, tmp_path, monkeypatch):
     """The second is refused and does not touch the first."""
     from kvbench.runs.files import locked
