@@ -203,6 +203,16 @@ def test_the_16_bit_comparison_waits_for_a_batch_that_runs(model_folder, tmp_pat
     assert result.batch.tokens is not None
 
 
+def test_a_resumed_run_is_compared_in_16_bits_once(model_folder, tmp_path):
+    """Its record is that of an uninterrupted run."""
+    request = make_request(model_folder, tmp_path, dtype="bfloat16", batch="2")
+    whole, _, _, lines = make_lines(request)
+    folder = tmp_path / whole.run_id
+    (folder / "samples.jsonl").write_text("".join(f"{x.model_dump_json()}\n" for x in lines if x.index < 2))
+    (folder / "result.json").unlink()
+    assert run(prepare(request)).result.batch == whole.batch
+
+
 def test_an_answer_that_fails_alone_is_not_compared(model_folder, tmp_path, monkeypatch, capsys):
     """Its tokens do not count as different, and the next batch is compared."""
     really, calls = batching.run_sample, []
