@@ -33,6 +33,8 @@ class UndeclaredError(UserError):
 class FileTierError(UserError):
     """A file of entries could not be written or read: the run stops, no sample has failed, and it can be resumed."""
 
+    exit_code = 1
+
 
 class InterruptionError(UserError):
     """Ctrl-C. The message says what is kept, and how to continue."""

@@ -170,7 +170,7 @@ def test_a_vanished_disk_is_one_line(folder, monkeypatch):
 
 
 def test_a_run_stops_and_resumes(kvbench, arguments, folder, monkeypatch, tmp_path):
-    """The disk is full once a sample is saved: one line, exit code 2, no failed sample; later the run goes on."""
+    """The disk is full once a sample is saved: one line, exit code 1, no failed sample; later the run goes on."""
     made = FileEntries.__init__
 
     def fill(self, entries):
@@ -180,7 +180,7 @@ def test_a_run_stops_and_resumes(kvbench, arguments, folder, monkeypatch, tmp_pa
 
     monkeypatch.setattr(FileEntries, "__init__", fill)
     first = kvbench(*arguments, "--method", "leoam")
-    assert first.code == 2
+    assert first.code == 1
     assert first.err.strip().splitlines()[-1].endswith("the disk is full.")
     monkeypatch.setattr(FileEntries, "__init__", made)
     second = kvbench(*arguments, "--method", "leoam")
