@@ -262,7 +262,8 @@ class Line(Record):
     bytes: CacheBytes | None
     effect: Effect | None
     agreement: Agreement | None
-    """None for methods without a budget, random weights, or if the full cache does not fit in memory."""
+    """None for methods that take no budget and reuse nothing, for diffusion models, for random weights, and if the full
+    cache does not fit in memory."""
     denoising: DenoisingLine | None = None
     """For diffusion models only."""
     kernels: dict[str, str] = Field(default_factory=dict)
