@@ -14,7 +14,7 @@ NAMES = {
     "rows_on_host": "entries_on_host", "rows_on_simulated_host": "entries_on_simulated_host", "licence": "license",
     "rows_skipped": "tokens_skipped", "rows_unread": "entries_unread",
 }
-"""Current names by earlier ones, anywhere in a document."""
+"""Current names by earlier ones, anywhere in a document but in settings."""
 NAMES_WITHIN: dict[object, dict[str, str]] = {
     None: {"ruler": "copy_bandwidth"},
     "generation": {"limit": "max_new_tokens"},
@@ -68,6 +68,8 @@ def in_16_bits(count: int, dtype: str) -> int:
 
 def _translate(found: Any, name: object, names: Mapping[str, str]) -> Any:
     """Translate the value of a name."""
+    if name == "settings":  # their names are those of a method or task, which may be a user's own
+        return found
     if isinstance(found, dict):
         names = {**names, **NAMES_WITHIN[name]} if name is not None and name in NAMES_WITHIN else names
         inner = NAMES if name is None else names

@@ -34,3 +34,9 @@ def test_current_and_unknown_documents_stay_as_they_are():
     """Unknown versions are refused by the reader."""
     assert upgrade(NEW) == NEW
     assert upgrade(OLD | {"schema_version": 7}) == OLD | {"schema_version": 7}
+
+
+def test_settings_keep_the_names_of_their_method():
+    """A method of the user's own may call a setting as kvbench once called a field; its run was taken for another."""
+    document = {"schema_version": 2, "method": {"settings": {"evidence": 3, "kind": "held"}}}
+    assert upgrade(document) == document
