@@ -36,6 +36,8 @@ DRAWS = 20_000
 DRAWN_AT_ONCE = 500
 DENOMINATOR = 1000
 """Largest denominator tried when a score difference is written as a fraction."""
+BETS = 1000
+"""Bets that `find_margin_p` averages over."""
 ROUNDING = 1e-10
 """Tolerance for rounding errors in sums of scores."""
 
@@ -153,6 +155,30 @@ def flip_signs(differences: Sequence[float]) -> float:
         after[step:] += chance
         chance = after / 2
     return min(1.0, 2 * float(chance[: (whole - reached) // 2 + 1].sum()))  # both ends are alike
+
+
+def find_margin_p(differences: Sequence[float], by: float) -> float:
+    """Two-sided p-value of the hypothesis that differences from -1 to 1 by context have the mean `by`.
+
+    Sign flips need differences that are symmetric around `by`. Those of right-or-wrong answers are not: if 5 % of
+    answers are lost, 30 contexts without a loss are no rare event, and all of them are above -0.05.
+
+    This test bets. If the mean is at most `by`, the product of 1 + bet * (difference - by) over contexts has an
+    expectation of at most 1 for any fixed bet that cannot make it negative, and so has the mean over several bets. So
+    by Markov's inequality the inverse of this mean is a p-value, for any distribution and number of contexts
+    (Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, JRSS B 2024). Bets have
+    Jeffreys's distribution over the allowed ones, because the largest are best where hardly anything varies.
+    """
+    above, below = _bet(differences, by), _bet([-x for x in differences], -by)
+    return min(1.0, 2 / max(above, below))
+
+
+def _bet(differences: Sequence[float], by: float) -> float:
+    """Evidence that the mean is above `by`: at most 1 in expectation if it is not."""
+    bets = np.sin(np.pi / 2 * (np.arange(BETS) + 0.5) / BETS) ** 2 / (1 + by)
+    factors = 1 + bets[:, None] * (np.array(differences) - by)  # [bets, contexts]
+    with np.errstate(divide="ignore", over="ignore"):  # a bet may lose everything, and many contexts may win
+        return float(np.exp(np.log(factors.clip(0)).sum(1)).mean())
 
 
 def _draw_signs(values: NDArray[np.floating[Any]], observed: float) -> float:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from kvbench.analysis.load import check_complete
 from kvbench.analysis.shares import reference_width
-from kvbench.analysis.significance import ALPHA, adjust, flip_signs
+from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_margin_p
 from kvbench.errors import UserError, unknown
 from kvbench.registry import HERE
 from kvbench.reproduce.findings.records import Decision, join_verdicts
@@ -23,7 +23,6 @@ from kvbench.runs.options import Request
 from kvbench.runs.results import Environment, Result
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import ModelSpec, Record
-from kvbench.runs.stats import bootstrap_interval
 from kvbench.sweep.file import SweepFile, expand
 from kvbench.toml import STRICT, read_toml
 
@@ -41,7 +40,7 @@ class Comparison(BaseModel):
 
     more: str
     less: str
-    by: float
+    by: float = Field(gt=-1, lt=1)
     equal_bytes: bool = False
     """True: the comparison is void if `more` stores more bytes, or if bytes were not measured."""
 
@@ -116,9 +115,9 @@ class Compared(Record):
     mean_more: float
     mean_less: float
     ci95: tuple[float, float]
-    """Bootstrap interval of the difference over contexts."""
+    """Interval of the difference over contexts, as in `compare_scores`."""
     p: float
-    """Two-sided sign-flip test by context of the hypothesis that the difference is `by`."""
+    """Two-sided, by context, of the hypothesis that the difference is `by`: sign flips for 0, else `find_margin_p`."""
     p_adjusted: float
     """Holm's adjustment over all comparisons tested together."""
     contexts: tuple[float, ...]
@@ -223,12 +222,18 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
             f"{comparison.more} and {comparison.less} have different questions. Run both with the same task settings "
             "and seed."
         )
-    differences = [more[x] - less[x] for x in more]
+    paired = compare_scores([[(less[x], more[x])] for x in more])
+    if paired.ci95 is None or not all(0 <= x <= 1 for x in (*more.values(), *less.values())):
+        raise UserError(
+            f"{comparison.more} and {comparison.less} have scores outside 0 to 1. Findings on runs need a task whose "
+            "scores are shares."
+        )
+    differences = tuple(more[x] - less[x] for x in more)
     return Compared(
         more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),
-        mean_less=fmean(less.values()), ci95=bootstrap_interval([[x] for x in differences]),
-        p=flip_signs([x - comparison.by for x in differences]), p_adjusted=1.0, contexts=tuple(differences),
-        bytes_more=_bytes(comparison.more, runs), bytes_less=_bytes(comparison.less, runs),
+        mean_less=fmean(less.values()), ci95=paired.ci95,
+        p=find_margin_p(differences, comparison.by) if comparison.by else paired.p, p_adjusted=1.0,
+        contexts=differences, bytes_more=_bytes(comparison.more, runs), bytes_less=_bytes(comparison.less, runs),
         equal_bytes=comparison.equal_bytes, verdict="undecided",
     )
 

@@ -15,7 +15,15 @@ from scipy.stats import binomtest, bootstrap, false_discovery_control, permutati
 
 from kvbench.analysis import significance
 from kvbench.analysis.power import find_detectable, find_detectable_between
-from kvbench.analysis.significance import ALPHA, adjust, compare_scores, describe_too_few, flip_signs, group_ties
+from kvbench.analysis.significance import (
+    ALPHA,
+    adjust,
+    compare_scores,
+    describe_too_few,
+    find_margin_p,
+    flip_signs,
+    group_ties,
+)
 from kvbench.runs import stats
 from kvbench.runs.stats import bootstrap_interval, find_interval
 
@@ -155,6 +163,46 @@ def test_the_sums_of_graded_scores_stay_small():
     tracemalloc.stop()
     assert peak < 3.5 * 8 * significance.CELLS  # three arrays of the sums of the positive differences
     assert significance._find_fraction.cache_info().misses < len(differences) / 2
+
+
+@pytest.mark.parametrize("by", [-0.3, -0.05, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("n", [10, 30, 160])
+def test_a_margin_keeps_its_level(n, by):
+    """Exactly, where the mean is the margin: answers that only get lost or only gained. Sign flips do not keep it."""
+    lost = np.arange(n + 1)
+    chance = special.comb(n, lost) * abs(by) ** lost * (1 - abs(by)) ** (n - lost)
+    samples = [[math.copysign(1, by)] * k + [0.0] * (n - k) for k in lost]
+    assert chance[[find_margin_p(x, by) < ALPHA for x in samples]].sum() <= ALPHA
+    if (n, by) == (30, -0.05):
+        assert chance[[flip_signs([d - by for d in x]) < ALPHA for x in samples]].sum() > 0.2
+
+
+def test_a_margin_keeps_its_level_if_answers_are_also_gained():
+    """30 contexts, of which a fifth gain an answer and a tenth lose one: the mean is 0.1."""
+    total = 0.0
+    for gained in range(31):
+        for lost in range(31 - gained):
+            same = 30 - gained - lost
+            ways = math.comb(30, gained) * math.comb(30 - gained, lost)
+            if find_margin_p([1.0] * gained + [-1.0] * lost + [0.0] * same, 0.1) < ALPHA:
+                total += ways * 0.2**gained * 0.1**lost * 0.7**same
+    assert total <= ALPHA
+
+
+@given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), min_size=1, max_size=40), st.floats(-0.9, 0.9))
+def test_a_margin_has_two_sides(differences, by):
+    """Exchanged methods and a margin of the other sign give the same p-value, from 0 to 1."""
+    p = find_margin_p(differences, by)
+    assert 0 <= p <= 1
+    assert find_margin_p([-x for x in differences], -by) == pytest.approx(p)
+
+
+def test_a_margin_needs_enough_contexts():
+    """None lost of n: p is at least the probability of that if as many are lost as the margin says."""
+    for n in (30, 100, 160):
+        assert find_margin_p([0.0] * n, -0.05) >= 0.95**n
+    assert find_margin_p([0.0] * 30, -0.05) > 0.2
+    assert find_margin_p([0.0] * 160, -0.05) < 0.01
 
 
 def test_the_smallest_p_value_depends_on_the_contexts():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.analysis.significance import adjust, flip_signs
+from kvbench.analysis.significance import adjust, find_margin_p, flip_signs
 from kvbench.errors import UserError
 from kvbench.reproduce.shape import (
     Compared,
@@ -83,36 +83,58 @@ def test_runs_are_shared():
 
 
 def test_a_difference_above_what_was_said_holds():
-    """Ten contexts, all 0.5 apart, said to be 0.1: p is 2 of the 2**10 signs."""
-    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 10), b=run([[0.5]] * 10))
-    assert found.verdict == "holds"
-    assert found.p == pytest.approx(2 / 2**10)
-    assert (found.mean_more, found.mean_less, found.ci95) == (1.0, 0.5, (0.5, 0.5))
+    """Ten contexts, all 0.5 apart: p is 2 of the 2**10 signs for 0, and forty are enough for 0.1."""
+    ten = outcome(Comparison(more="a", less="b", by=0.0), a=run([[1.0]] * 10), b=run([[0.5]] * 10))
+    assert (ten.p, ten.verdict) == (pytest.approx(2 / 2**10), "holds")
+    forty = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 40), b=run([[0.5]] * 40))
+    assert (forty.p, forty.verdict) == (find_margin_p([0.5] * 40, 0.1), "holds")
+    assert (forty.mean_more, forty.mean_less) == (1.0, 0.5)
+
+
+def test_a_difference_without_variance_has_an_interval():
+    """Of 40 contexts that agree, up to 1 - 0.025 ** (1 / 40) may differ, by as much as scores allow."""
+    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 40), b=run([[1.0]] * 40))
+    assert found.ci95 == pytest.approx((-(1 - 0.025 ** (1 / 40)), 1 - 0.025 ** (1 / 40)))
 
 
 def test_no_difference_refutes_one_that_was_said():
     """Equal scores are significantly less than 0.1 apart: the statement can fail."""
-    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 10), b=run([[1.0]] * 10))
+    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 100), b=run([[1.0]] * 100))
     assert found.verdict == "does not hold"
 
 
 def test_falling_behind_by_less_can_be_said_too():
     """Equal scores hold that one is behind by less than 0.05; being behind by 0.5 refutes it."""
     near = Comparison(more="a", less="b", by=-0.05)
-    assert outcome(near, a=run([[1.0]] * 10), b=run([[1.0]] * 10)).verdict == "holds"
-    assert outcome(near, a=run([[0.5]] * 10), b=run([[1.0]] * 10)).verdict == "does not hold"
+    assert outcome(near, a=run([[1.0]] * 160), b=run([[1.0]] * 160)).verdict == "holds"
+    assert outcome(near, a=run([[0.5]] * 160), b=run([[1.0]] * 160)).verdict == "does not hold"
+
+
+def test_contexts_without_a_loss_do_not_exclude_rare_losses():
+    """If 5 % of answers are lost, none of 30 is lost with probability 0.21."""
+    near = Comparison(more="a", less="b", by=-0.05)
+    found = outcome(near, a=run([[1.0]] * 30), b=run([[1.0]] * 30))
+    assert found.p >= 0.95**30 and found.verdict == "undecided"
 
 
 def test_few_contexts_decide_nothing():
     """Four contexts: 2 of 16 signs are 0.125, however far apart they are."""
-    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0]] * 4), b=run([[0.0]] * 4))
+    sides = {"a": run([[1.0]] * 4), "b": run([[0.0]] * 4)}
+    found = outcome(Comparison(more="a", less="b", by=0.0), **sides)
     assert (found.p, found.verdict) == (0.125, "undecided")
+    assert outcome(Comparison(more="a", less="b", by=0.1), **sides).verdict == "undecided"
+
+
+def test_scores_that_are_no_shares_are_refused():
+    """Nothing is known of a margin between scores without bounds."""
+    with pytest.raises(UserError, match="scores outside 0 to 1"):
+        outcome(Comparison(more="a", less="b", by=0.1), a=run([[31.0]] * 9), b=run([[12.0]] * 9))
 
 
 def test_all_comparisons_are_adjusted_together():
     """Twenty of p = 2/2**10 come to 0.039 each by Holm; thirty to 0.059, which decides nothing."""
     for count, verdict in ((20, "holds"), (30, "undecided")):
-        one = finding(*[Comparison(more="a", less="b", by=0.1)] * count)
+        one = finding(*[Comparison(more="a", less="b", by=0.0)] * count)
         (record,) = decide([one], {"a": run([[1.0]] * 10), "b": run([[0.5]] * 10)})
         assert {x.verdict for x in record.comparisons} == {verdict}
         assert record.comparisons[0].p_adjusted == pytest.approx(count * 2 / 2**10)
@@ -121,7 +143,7 @@ def test_all_comparisons_are_adjusted_together():
 def test_a_finding_holds_where_all_of_it_does():
     """One refuted comparison refutes it; one that is open leaves it open."""
     good, bad = Comparison(more="a", less="b", by=0.1), Comparison(more="b", less="a", by=0.1)
-    runs = {"a": run([[1.0]] * 12), "b": run([[0.5]] * 12), "c": run([[1.0]] * 6 + [[0.0]] * 6)}
+    runs = {"a": run([[1.0]] * 40), "b": run([[0.5]] * 40), "c": run([[1.0]] * 20 + [[0.0]] * 20)}
     noise = Comparison(more="c", less="b", by=0.0)
     outcomes = [decide([finding(*x)], runs)[0].verdict for x in ((good,), (good, bad), (good, noise), (noise, bad))]
     assert outcomes == ["holds", "does not hold", "undecided", "does not hold"]
@@ -129,7 +151,7 @@ def test_a_finding_holds_where_all_of_it_does():
 
 def test_the_unit_is_the_context():
     """Five equal turns are one difference: four contexts stay four."""
-    found = outcome(Comparison(more="a", less="b", by=0.1), a=run([[1.0] * 5] * 4), b=run([[0.0] * 5] * 4))
+    found = outcome(Comparison(more="a", less="b", by=0.0), a=run([[1.0] * 5] * 4), b=run([[0.0] * 5] * 4))
     assert (len(found.contexts), found.p) == (4, 0.125)
 
 
@@ -145,7 +167,7 @@ def test_parts_of_a_run():
 
 def test_more_bytes_make_a_comparison_at_equal_bytes_void():
     """2 % more are let pass, 10 % are not."""
-    equal = Comparison(more="a", less="b", by=0.1, equal_bytes=True)
+    equal = Comparison(more="a", less="b", by=0.0, equal_bytes=True)
     runs = {"b": run([[0.5]] * 10, 0.25)}
     verdicts = [outcome(equal, a=run([[1.0]] * 10, x), **runs).verdict for x in (0.20, 0.255, 0.275)]
     assert verdicts == ["holds", "holds", "undecided"]
@@ -155,7 +177,7 @@ def test_more_bytes_make_a_comparison_at_equal_bytes_void():
 def test_bytes_that_were_not_measured_are_not_equal(unknown):
     """As those of an answer that no store counted."""
     sides = {"more": run([[1.0]] * 9), "less": run([[0.0]] * 9)}
-    stated = Comparison(more="more", less="less", by=0.1, equal_bytes=True)
+    stated = Comparison(more="more", less="less", by=0.0, equal_bytes=True)
     assert outcome(stated, **sides).verdict == "holds"
     sides[unknown].result.memory = None
     assert outcome(stated, **sides).verdict == "undecided"
@@ -213,7 +235,7 @@ def test_what_is_recorded_follows_from_its_own_numbers():
     comparisons = [x for finding in record.findings for x in finding.comparisons]
     for x in comparisons:
         assert fmean(x.contexts) == pytest.approx(x.mean_more - x.mean_less)
-        assert x.p == pytest.approx(flip_signs([d - x.by for d in x.contexts]))
+        assert x.p == pytest.approx(find_margin_p(x.contexts, x.by) if x.by else flip_signs(x.contexts))
         assert x.ci95[0] <= fmean(x.contexts) <= x.ci95[1]
     assert [x.p_adjusted for x in comparisons] == pytest.approx(adjust([x.p for x in comparisons]))
     for x, side in product(comparisons, ("more", "less")):
