@@ -169,10 +169,13 @@ def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
 def rank_runs(runs: Sequence[FinishedRun]) -> list[int | None]:
     """Ranks of runs of one protocol; runs that do not differ significantly share a rank (`group_ties`).
 
-    None for a run that failed, has no score, or has other questions than most of the runs; None for all runs if there
-    are too few contexts to tell any two of them apart.
+    None for a run that failed, has no score, was trained on the tasks, or has other questions than most of the runs;
+    None for all runs if there are too few contexts to tell any two of them apart.
     """
-    whole = [x for x in runs if x.result.status == "ok" and x.result.score.mean is not None]
+    whole = [
+        x for x in runs
+        if x.result.status == "ok" and x.result.score.mean is not None and not x.result.budget.trained
+    ]
     questions = {id(x): frozenset((key, line.prompt_hash) for key, line in x.lines.items()) for x in whole}
     if not whole:
         return [None] * len(runs)

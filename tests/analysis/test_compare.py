@@ -36,7 +36,7 @@ from kvbench.runs.files import read_file, write_record
 from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
 from kvbench.runs.request import ResolvedRequest, check
-from kvbench.runs.results import BudgetResult, EffectResult, Output, Result, Score
+from kvbench.runs.results import TASKS, BudgetResult, EffectResult, Output, Result, Score
 from kvbench.runs.spec import RunSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
@@ -47,7 +47,7 @@ TURNS = 2
 
 def run(
     name: str, scores: dict[tuple[int, int], float | None], *, full: bool = False, prompt: str = "p",
-    status: str = "ok", higher: bool = True,
+    status: str = "ok", higher: bool = True, trained: bool = False,
 ) -> FinishedRun:
     """A finished run with given scores by sample and turn."""
     lines = {
@@ -64,7 +64,9 @@ def run(
     )
     result = Result.model_construct(
         run_id=name, status=status, effect=effect,
-        budget=BudgetResult(asked=None, kind="none" if full else "stored", resolved={}),
+        budget=BudgetResult(
+            asked=None, kind="none" if full else "stored", resolved={"trained_on": TASKS} if trained else {}
+        ),
         score=Score(
             metric="m", higher_is_better=higher, mean=sum(found) / len(found) if (found := _known(scores)) else None,
             partial_mean=None, ci95=None, by_turn=(),
@@ -254,6 +256,11 @@ def test_a_failed_run_has_no_rank():
     assert rank_runs([]) == []
     fewer = run("fewer", dict.fromkeys(QUESTIONS[:5], 1.0))
     assert rank_runs([right("a", 5), right("b", 5), fewer]) == [1, 1, None]
+
+
+def test_a_run_that_was_trained_on_the_tasks_has_no_rank():
+    """It is not compared with methods without training, and takes no rank from them."""
+    assert rank_runs([right("a", 5), right("trained", 20, trained=True), right("b", 5)]) == [1, None, 1]
 
 
 @pytest.fixture(scope="module")
