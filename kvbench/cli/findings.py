@@ -31,9 +31,10 @@ def check_findings(name: str, samples: int | None, out: Path, *, dry_run: bool, 
     from kvbench.reproduce.shape import Finished, find_findings, make_record, read_shape
     from kvbench.sweep.cell import SweepCell
 
-    if name != "all" and name in {x.name for x in statements.find_findings("all")}:
-        raise UserError(f"{name} is a finding on texts: add --model MODEL.")
     shape = read_shape()
+    on_texts = {x.name for x in statements.find_findings("all")} - {x.name for x in shape.finding}
+    if name in on_texts:
+        raise UserError(f"{name} is a finding on texts: add --model MODEL.")
     findings = find_findings(shape, name)
     requests = {
         key: replace(x, out=out, samples=min(samples or x.samples, x.samples))

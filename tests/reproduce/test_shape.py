@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from kvbench.analysis.significance import adjust, find_margin_p, flip_signs
+from kvbench.cli.findings import check_findings
 from kvbench.errors import UserError
+from kvbench.reproduce.findings import statements
 from kvbench.reproduce.shape import (
     Compared,
     Comparison,
@@ -242,3 +244,15 @@ def test_what_is_recorded_follows_from_its_own_numbers():
         assert split(getattr(x, side))[0] in record.runs
     assert {x.id for x in record.models} == {"mini", "mini-diffusion"}
     assert record.environment.cpu
+
+
+def test_a_name_of_both_kinds_of_findings_means_that_on_runs(monkeypatch, tmp_path):
+    """Without a model; with one it means the finding on texts."""
+    both = {x.name for x in read_shape().finding} & {x.name for x in statements.find_findings("all")}
+    assert both == {"retrieval-heads"}
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "kvbench.cli.sweep.show_prediction", lambda cells, workers, as_json: asked.extend(x.name for x in cells) or 0
+    )
+    assert check_findings("retrieval-heads", None, tmp_path, dry_run=True, as_json=False) == 0
+    assert asked == ["razor-hidden", "full-hidden", "streaming-hidden"]
