@@ -75,7 +75,7 @@ def read_pairs(path: Path) -> list[Pair]:
     Raises:
         UserError: the file cannot be read, or a line is invalid, with its number and field.
     """
-    csv.field_size_limit(LONGEST_FIELD)
+    usual = csv.field_size_limit(LONGEST_FIELD)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             head = file.readline()
@@ -88,6 +88,8 @@ def read_pairs(path: Path) -> list[Pair]:
         raise UserError(f"{path} cannot be read: {error.strerror}. Give the path of a CSV or TSV file.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not a CSV or TSV file in UTF-8: {error}.") from error
+    finally:
+        csv.field_size_limit(usual)  # it is one for all readers of the process
     if len({x.same for x in pairs}) < 2:
         raise UserError(f"{path} has {len(pairs)} pairs of one label. Pairs of both labels, 0 and 1, are needed.")
     return pairs

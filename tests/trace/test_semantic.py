@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import zipfile
 
 import numpy as np
@@ -111,6 +112,14 @@ def test_pairs_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text(HEADER + "a,b,1\nc,d,0\n", encoding="utf-8-sig")
     assert [(x.cached, x.same) for x in read_pairs(path)] == [("a", True), ("c", False)]
+
+
+def test_pairs_leave_the_csv_module_as_it_is(tmp_path):
+    """Its limit of a field is one for the whole process, and other files rely on it."""
+    path, usual = tmp_path / "pairs.csv", csv.field_size_limit()
+    path.write_text(f"question1,question2,is_duplicate\n{'a' * 200_000},b,1\nc,d,0\n")
+    assert len(read_pairs(path)) == 2
+    assert csv.field_size_limit() == usual
 
 
 @pytest.mark.parametrize(("text", "told"), [
