@@ -210,7 +210,7 @@ def make_record(findings: Sequence[Finding], runs: Mapping[str, Finished]) -> Sh
     seconds = sum(x.environment.seconds for x in results)
     return ShapeRecord(
         findings=tuple(decide(findings, runs)), runs={name: x.result.run_id for name, x in runs.items()},
-        models=tuple({x.model.sha256: x.model for x in results}.values()),
+        models=tuple({(x.model.sha256, x.model.dtype): x.model for x in results}.values()),
         environment=results[0].environment.model_copy(update={"seconds": seconds}),
     )
 
