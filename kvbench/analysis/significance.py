@@ -161,9 +161,9 @@ def find_margin_p(differences: Sequence[float], by: float) -> float:
     """Two-sided p-value of the hypothesis that differences from -1 to 1 by context have the mean `by`.
 
     Sign flips need differences that are symmetric around `by`. Those of right-or-wrong answers are not: if 5 % of
-    answers are lost, 30 contexts without a loss are no rare event, and all of them are above -0.05.
+    answers are lost, 30 contexts have no loss with probability 0.21, and then all differences are above -0.05.
 
-    This test bets. If the mean is at most `by`, the product of 1 + bet * (difference - by) over contexts has an
+    The test is by betting. If the mean is at most `by`, the product of 1 + bet * (difference - by) over contexts has an
     expectation of at most 1 for any fixed bet that cannot make it negative, and so has the mean over several bets. So
     by Markov's inequality the inverse of this mean is a p-value, for any distribution and number of contexts
     (Waudby-Smith and Ramdas, Estimating means of bounded random variables by betting, JRSS B 2024). Bets have

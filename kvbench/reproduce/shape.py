@@ -222,12 +222,13 @@ def _test(comparison: Comparison, runs: Mapping[str, Finished]) -> Compared:
             f"{comparison.more} and {comparison.less} have different questions. Run both with the same task settings "
             "and seed."
         )
-    paired = compare_scores([[(less[x], more[x])] for x in more])
-    if paired.ci95 is None or not all(0 <= x <= 1 for x in (*more.values(), *less.values())):
+    if not all(0 <= x <= 1 for x in (*more.values(), *less.values())):
         raise UserError(
             f"{comparison.more} and {comparison.less} have scores outside 0 to 1. Findings on runs need a task whose "
             "scores are shares."
         )
+    paired = compare_scores([[(less[x], more[x])] for x in more])
+    assert paired.ci95 is not None, "scores from 0 to 1 have an interval"
     differences = tuple(more[x] - less[x] for x in more)
     return Compared(
         more=comparison.more, less=comparison.less, by=comparison.by, mean_more=fmean(more.values()),

@@ -175,7 +175,7 @@ class MPCache(Method):
         ranked = scores.masked_fill(kept | unseen, -torch.inf)
         most = (self.parents * (own + 1)).ceil().clamp_min(math.ceil(count / 2) + 2)  # so that enough are left
         first = ~unseen[:, :1] & (own > 0)  # whether the first parent is another than the query's own, and in sight
-        most = most - 1 - first.int()  # its own one counts although a cluster in it may come with later tokens only
+        most = most - 1 - first.int()  # the own parent counts before its first cluster is complete, too
         ranks = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return (kept | ((ranks < most) & ~unseen)).repeat_interleave(2, dim=-1)[..., :pages]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -185,6 +186,14 @@ def test_a_claim_that_is_not_there_is_refused(claim, said):
     assert said in str(error.value)
 
 
+def check_refused(path: Path, said: str) -> None:
+    """The file is refused in one line with these words."""
+    with pytest.raises(UserError) as error:
+        read_paper(path)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(("old", "new", "said"), [
     ("values.full = [99.0]", "values.full = [99.0, 98.0]", "has 2 numbers for 1 columns"),
     ("values.full = [99.0]", "values.ful = [99.0]", "'ful' of mini is no row of the table"),
@@ -208,10 +217,7 @@ def test_a_file_that_says_something_else_is_refused(tmp_path, old, new, said):
     assert [x.printed for x in find_claims(f"{path}:scores")] == [99.0, 98.5]
     assert old in SHORT
     path.write_text(SHORT.replace(old, new))
-    with pytest.raises(UserError) as error:
-        read_paper(path)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+    check_refused(path, said)
 
 
 @pytest.mark.parametrize(("column", "rest", "said"), [
@@ -226,10 +232,7 @@ def test_a_column_says_all_that_its_measurement_needs(tmp_path, column, rest, sa
     """Otherwise it would be found missing in the middle of a command."""
     path = tmp_path / "paper.toml"
     path.write_text(SHORT.replace('task = "niah"', column).replace('baseline = "full"', f'measure = "ms"\n{rest}'))
-    with pytest.raises(UserError) as error:
-        read_paper(path)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+    check_refused(path, said)
 
 
 @pytest.mark.parametrize(("batch", "given"), [("nan", "nan"), ("0.0", "0"), ("1.5", "1.5")])
