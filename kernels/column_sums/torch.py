@@ -83,9 +83,11 @@ def _blocks(
         logits = float_products(some.flatten(2, 3), keys[:, :, :high]).unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        where = None if positions is None else positions[:, :, :high]
-        mask = visible_entries(before + start, stop - start, high, window, where, seen - n_query + start, keys.device)
-        logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+        if n_query > 1 or window is not None:
+            where = None if positions is None else positions[:, :, :high]
+            first = seen - n_query + start
+            mask = visible_entries(before + start, stop - start, high, window, where, first, keys.device)
+            logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
         if sinks is not None:
             column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import BLOCK_ELEMENTS
 from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_entries
 
 
@@ -75,6 +76,13 @@ def dense_partial(
     n_query, n_key = query.shape[2], keys.shape[2]
     batch, kv_heads = keys.shape[:2]
     grouped = query.unflatten(1, (kv_heads, -1))  # [B, H_kv, G, T, D]
+    if n_query == 1 and keys.numel() <= BLOCK_ELEMENTS:  # one product for all heads; 16 bits are copied to float32
+        visible = None
+        if window is not None or length is not None:
+            before = n_key - 1 if length is None else length - 1
+            visible = visible_entries(before, 1, n_key, window, positions, seen - 1, query.device)
+        of_all, lse_of_all = _attend(grouped[:, :, :, 0], keys, values, visible, scale, softcap)
+        return Partial(of_all.flatten(1, 2)[:, :, None], lse_of_all.flatten(1, 2)[:, :, None])
     output = query.new_empty((*grouped.shape[:4], values.shape[3]), dtype=torch.float32)
     lse = query.new_empty(grouped.shape[:4], dtype=torch.float32)
     for low in range(0, n_query, QUERY_BLOCK):

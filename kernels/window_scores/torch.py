@@ -46,18 +46,20 @@ def window_weights(
         block = float_products(grouped, keys[:, :, low:high]) * scale
         if softcap is not None:
             block = softcap * torch.tanh(block / softcap)
+        by_query: Tensor = block.unflatten(2, (-1, n_query))  # [B, H_kv, G, w, n]
+        if n_query == 1 and window is None:
+            return by_query
         where = None if positions is None else positions[:, :, low:high]
         mask = visible_entries(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
         mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, w, n]
-        seen_by: Tensor = block.unflatten(2, (-1, n_query)).masked_fill(~mask, -torch.inf)  # [B, H_kv, G, w, n]
-        return seen_by
+        return by_query.masked_fill(~mask, -torch.inf)
 
     blocks = [(low, min(low + ENTRY_BLOCK, n_key)) for low in range(0, n_key, ENTRY_BLOCK)]
     first = logits(*blocks[0])
     parts = [first.logsumexp(-1), *(logits(*block).logsumexp(-1) for block in blocks[1:])]
     if sinks is not None:
         parts.append(sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, n_query))
-    lse = torch.stack(parts).logsumexp(0)[..., None]
+    lse = (parts[0] if len(parts) == 1 else torch.stack(parts).logsumexp(0))[..., None]
     yield (first - lse).exp_()
     for block in blocks[1:]:
         yield (logits(*block) - lse).exp_()
