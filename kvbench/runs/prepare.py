@@ -272,9 +272,9 @@ def _try_first(job: Job, request: Request) -> Job:
             "with --parts, or use a task of the suite reuse (`kvbench list tasks`), or your own with `parts`."
         )
     if job.method.reads_parts:
-        from kvbench.engine.reuse import refuse_windows  # imports torch; requests are checked first
+        from kvbench.engine.reuse import refuse_unfit  # imports torch; requests are checked first
 
-        refuse_windows(job.model)
+        refuse_unfit(job.model)
     if (warning := warn_of_pooling(spec, example, encoded)) is not None:
         say_once(f"warning: {warning}")
     context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.engine.reuse import Ids, MixedPrompt, refuse_windows
+from kvbench.engine.reuse import Ids, MixedPrompt, refuse_unfit
 from kvbench.errors import UserError
 from kvbench.method import Method, Moment, Step
 from kvbench.store.chunks import Chunk, Owner
@@ -28,7 +28,7 @@ Behind = Literal["nothing", "first token", "instruction"]
 LIMITS = (
     "The task must name the parts of its prompt; the suite `reuse` does.",
     "A part is reused if it was a part of an earlier prompt. All others are computed.",
-    "One prompt at a time, in one pass whatever the chunk size; no sliding windows.",
+    "One prompt at a time, in one pass whatever the chunk size; no sliding windows, no learned positions.",
     ("The prompt's last token is always computed, and sees all before it. With a hidden question it may be the last of "
     "a document, whose entry it replaces."),
     ("Stored keys are in the model's element type and before rotation: in 16 bits, taking the rotation off and putting "
@@ -55,7 +55,7 @@ class ReuseMethod(Method):
         """HOW A PROMPT IS RUN: take over entries, and compute the others. Without parts, all of it."""
         if session.reuse is None:
             return session.run_chunks(chunks, Moment.CONTEXT_END)
-        refuse_windows(session.model)
+        refuse_unfit(session.model)
         ids = torch.cat(list(chunks), dim=1)
         if len(ids) > 1:
             raise UserError(f"{self.card.name} runs one prompt at a time, not {len(ids)}.")

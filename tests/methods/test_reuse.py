@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvbench.check.trial import random_ids
 from kvbench.engine.agreement import FullCache
 from kvbench.engine.reuse import MixedPrompt, Reuse, run_apart
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
+from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Moment, Step
 from kvbench.methods.reuse.cache_craft import find_share
@@ -60,6 +62,19 @@ def test_sliding_windows_are_refused(name):
     with (
         Session(tiny_model(4, 2, 48), find_method(name)(), reuse=Reuse(PARTS, ALONE)) as session,
         pytest.raises(UserError, match="sliding windows"),
+    ):
+        session.prefill([x for part in PARTS for x in part], visible=TAIL)
+
+
+@pytest.mark.parametrize("name", [x for x in REUSE if x != "no-context"])
+def test_learned_positions_are_refused(name):
+    """They are in keys and values, which no rotation takes out: entries would stand at the positions where they ran."""
+    module = GPT2LMHeadModel(GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=4, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0
+    ))
+    with (
+        Session(Model.from_module(module), find_method(name)(), reuse=Reuse(PARTS, ALONE)) as session,
+        pytest.raises(UserError, match=r"learned its positions.*Use a model with rotary embedding"),
     ):
         session.prefill([x for part in PARTS for x in part], visible=TAIL)
 
