@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvbench.hf import Model
 
 TEXT = 96
-"""Tokens of a text, where the prefix is trained when a run starts."""
+"""Tokens of a text, where a prefix of no more entries is trained when a run starts."""
 _PREFIXES: dict[str, list[tuple[Tensor, Tensor]]] = {}
 """Keys and values of every layer in float32, by hash of the weights."""
 
@@ -147,8 +147,14 @@ class ReasonCache(Method):
 
     def _train(self, model: Model) -> Mapping[str, Tensor]:
         """Train on the manual: a prefix that starts as its first tokens, and predicts those after."""
-        ids = calibration_ids(model, TEXT * 8)
-        size = min(TEXT, ids.shape[1] // 2)
+        longest = max(TEXT, self.entries)  # a prefix starts as that many tokens
+        ids = calibration_ids(model, longest * 8)
+        size = min(longest, ids.shape[1] // 2)
+        if size < self.entries:
+            raise UserError(
+                f"reasoncache: entries={self.entries} is too many for {model.id}, on which a prefix starts as {size} "
+                f"tokens at most. Use --set entries={size} or fewer."
+            )
 
         def draw(step: int) -> Batch:
             start = size + step * size % max(1, ids.shape[1] - 2 * size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from kvbench.methods.reuse.trained_prefix import Prefix, predict, train
 from kvbench.runs.results import TASKS
 from kvbench.store import LayerKV
 from kvbench.tasks.scbench import kv
-from kvbench.techniques.parts import SHIPPED, read_metadata, write_part
+from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
 from kvbench.techniques.training import TrainingProgress
 
 DEMONSTRATION = torch.randint(64, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -173,6 +174,14 @@ def test_weights_of_another_model_or_shape_are_refused(model, tmp_path):
         ReasonCache(weights=str(path), entries=12).bind(tiny_model(2, 2))
     with pytest.raises(UserError, match=r"weight 'keys.0' has shape \(2, 12, 16\), and .* needs \(2, 16, 16\)"):
         ReasonCache(weights=str(path)).bind(model)
+
+
+def test_a_prefix_of_more_entries_than_a_text_is_trained_on_longer_texts(model):
+    """It starts as that many tokens, as long as the model takes twice as many."""
+    part = get_part(ReasonCache(entries=128, steps=1).bind(model).part)
+    assert part.weights["keys.0"].shape == (2, 128, 16)
+    with pytest.raises(UserError, match=r"entries=128 is too many .* Use --set entries=120 or fewer"):
+        ReasonCache(entries=128, steps=2).bind(replace(model, max_length=240))
 
 
 def test_learned_positions_are_refused():
