@@ -249,7 +249,16 @@ class Watched(Session):
 
 
 def run_prompt(model: Model, ids: Sequence[int], look: Look | None = None) -> Chunk:
-    """The entries of a whole prompt, run with the full cache. look: called in each layer after its attention."""
+    """The entries of a whole prompt, run with the full cache. look: called in each layer after its attention.
+
+    Raises:
+        UserError: it has more tokens than the model has positions.
+    """
+    if len(ids) > model.max_length:
+        raise UserError(
+            f"a prompt whose entries are to be reused has {len(ids)} tokens, and {model.id} has {model.max_length} "
+            "positions. Use a smaller --length."
+        )
     with Watched(model, FullCache(), capacity=len(ids)) as session:
         session.look = look
         session.prefill(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,17 @@ def test_learned_positions_are_refused(name):
     with (
         Session(Model.from_module(module), find_method(name)(), reuse=Reuse(PARTS, ALONE)) as session,
         pytest.raises(UserError, match=r"learned its positions.*Use a model with rotary embedding"),
+    ):
+        session.prefill([x for part in PARTS for x in part], visible=TAIL)
+
+
+@pytest.mark.parametrize("name", ["relaycaching", "pie", "kvshare", "cache-craft"])
+def test_an_earlier_prompt_of_more_tokens_than_the_model_has_positions_is_refused(name):
+    """The prompt itself has fewer; notes of an agent are in the earlier one only."""
+    short, notes = replace(model(), max_length=100), tuple(random_ids(40, seed=66))
+    with (
+        Session(short, find_method(name)(), capacity=100, reuse=Reuse(PARTS, ((LEAD, notes, *DOCUMENTS),))) as session,
+        pytest.raises(UserError, match=r"has 121 tokens, and .* has 100 positions. Use a smaller --length"),
     ):
         session.prefill([x for part in PARTS for x in part], visible=TAIL)
 
