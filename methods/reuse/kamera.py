@@ -49,6 +49,8 @@ class Kamera(ApartMethod):
         limits=(
             *LIMITS,
             "A patch is of one context, the earlier prompt that is most like this one up to the document.",
+            ("Patches are in float32. That of T tokens takes more bytes than their entries where rank * (T + H * D) "
+            "exceeds T * H * D, or half of it in 16 bits."),
         ),
     )
 

@@ -64,6 +64,8 @@ class KVComm(ApartMethod):
             "Anchors are the documents with the same number in earlier prompts; the least used are not dropped first.",
             "The text that follows a placeholder is computed, not corrected.",
             "Only a document without enough anchors is computed; the released code then computes all of the prompt.",
+            ("A text's own entries are those of a run behind the prompt's first token. For an agent's answer the "
+            "released code takes those of the prompt in which it was decoded (gpt_chat.py, line 1346)."),
         ),
         limits=LIMITS,
     )

@@ -75,6 +75,9 @@ class KVShare(ReuseMethod):
             "Every earlier prompt of the example is a candidate; sentence embeddings do not choose among them.",
             "Tokens of high deviation are not computed again while decoding, which is an option of the released code.",
             "The last token that is always computed is the prompt's; all that was not taken over is computed, too.",
+            ("Punctuation is not taken over, and of the last tokens one is not. In the released code that rule is "
+            "commented out (examples/final/libs/edit2.py, lines 559 to 569), and three last tokens are not (line 572); "
+            "an older form (edit.py, line 332) leaves out commas, full stops, line breaks, tabs and the last token."),
         ),
         unverified=("Fewest tokens of a common segment: scripts of the released code use 2 to 15.",),
         limits=(

@@ -30,7 +30,9 @@ class PromptCache(ApartMethod):
         deviations=(
             ("Prompts come without a schema: a document has the positions of the earlier prompt in which it first "
             "occurs. Documents of different earlier prompts may overlap in positions, as in a union of the schema."),
-            "Scaffolds, which encode several modules together, are not implemented.",
+            ("A document is run by itself. The released code (promptcache/cache_engine.py, lines 221 to 248) runs all "
+            "modules of a schema that no union separates in one causal pass, so that each sees those before it; "
+            "scaffolds, which are the paper's way to encode modules together, are not implemented."),
             ("A part that no earlier prompt has keeps its position in the prompt, where documents of the schema can be "
             "as well. In the released code all text without a module follows the schema."),
         ),
