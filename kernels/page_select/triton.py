@@ -29,7 +29,7 @@ def page_scores(query: Tensor, bounds: Tensor) -> Tensor:
     if pages == 0:
         return scores
     assert query.stride(3) == bounds.stride(3) == 1, "the last dimension must be contiguous"
-    block_m = min(64, padded(group * n_query))
+    block_m = min(64 if query.itemsize <= 2 else 16, padded(group * n_query))  # without tensor cores, in registers
     score_pages[(triton.cdiv(pages, PAGES), batch * kv_heads, triton.cdiv(group * n_query, block_m))](
         query, bounds, scores, pages, kv_heads, n_query, *query.stride()[:3], *bounds.stride()[:3], width=width,
         group=group, block_m=block_m, block_p=PAGES, block_d=padded(width), num_warps=4 if query.itemsize <= 2 else 8,

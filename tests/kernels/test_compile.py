@@ -107,6 +107,7 @@ def call_operations():
     for dtype in (torch.bfloat16, torch.float32):
         query, block = rows(2, 32, 1, 128, dtype=dtype), rows(2, 8, 4096, 128, dtype=dtype)
         page_select.page_scores(query, rows(2, 8, 256, 256, dtype=dtype))
+        page_select.page_scores(rows(2, 32, 64, 128, dtype=dtype), rows(2, 8, 256, 256, dtype=dtype))
         page_attention.page_attention(query, block, block, pages, page=16, before=number, scale=0.1, window=100,
                                       softcap=30.0, sinks=sinks)
         casts = rows(2, 8, 4096, 128, dtype=torch.uint8)
