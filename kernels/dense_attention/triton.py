@@ -114,7 +114,7 @@ def merge_tiles(
     _, group, n_query, width = output.shape
     merged = output.new_empty((n_head, group, n_query, width), dtype=dtype)
     merged_lse = lse.new_empty((n_head, group, n_query))
-    merge_parts[(group * n_query, n_head)](
+    merge_parts[(group * n_query * n_head,)](
         output, lse, merged, merged_lse, offsets, sinks, split, splits, n_head, kv_heads, n_query, width=width,
         group=group, ragged=offsets is not None, has_sinks=sinks is not None, heads_padded=padded(n_head),
         block_s=MERGED, block_v=padded(width), num_warps=4,
@@ -304,12 +304,12 @@ def merge_parts(
     heads_padded: tl.constexpr, block_s: tl.constexpr, block_v: tl.constexpr,
 ):
     """Merge the tiles of one query of one head: normalized outputs, weighted by their share of the normalizer."""
-    query, head = tl.program_id(0), tl.program_id(1)
+    queries = group * n_query
+    query, head = tl.program_id(0) % queries, tl.program_id(0) // queries  # a second dimension ends at 65,535
     first, count = head * splits, splits
     if ragged:
         every, tiles = count_tiles(offsets, split, n_head, heads_padded)
         first, count = tl.sum(tl.where(every < head, tiles, 0), 0), tl.sum(tl.where(every == head, tiles, 0), 0)
-    queries = group * n_query
     v = tl.arange(0, block_v)
     top = float("-inf")
     total = 0.0

@@ -32,7 +32,7 @@ def page_attention(
     output = query.new_empty((batch * heads * splits, 1, n_query, value_width), dtype=torch.float32)
     lse = query.new_empty((batch * heads * splits, 1, n_query), dtype=torch.float32)
     assert query.stride(3) == keys.stride(3) == values.stride(3) == 1, "the last dimension must be contiguous"
-    attend_pages[(n_query, batch * heads * splits)](
+    attend_pages[(n_query * batch * heads * splits,)](
         query, keys, values, pages.contiguous(), output, lse, before, splits, split, chosen, heads, n_query,
         scale, 0.0 if softcap is None else softcap, 0 if window is None else window, *query.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], width=width, value_width=value_width, page=page,
@@ -53,7 +53,7 @@ def attend_pages(
     block_v: tl.constexpr,
 ):
     """Attend with one query to `split` of its pages."""
-    t, tile = tl.program_id(0), tl.program_id(1)
+    t, tile = tl.program_id(0) % n_query, tl.program_id(0) // n_query  # a second dimension ends at 65,535
     unit, part = tile // splits, tile % splits
     batch, head = (unit // heads).to(tl.int64), (unit % heads).to(tl.int64)
     at = before + t

@@ -133,6 +133,19 @@ def test_triton_does_not_read_entries_that_are_not_selected(triton, attention):
     assert found.isfinite().all()
 
 
+def test_triton_launches_as_many_sequences_as_fit_a_gpu(monkeypatch):
+    """4,096 sequences of 32 heads: a grid's second and third dimensions end at 65,535 programs."""
+    fast = pytest.importorskip("kvbench.kernels.page_attention.triton")
+    grids = []
+    for kind in {type(fast.attend_pages), type(fast.merge_tiles.__globals__["merge_parts"])}:
+        monkeypatch.setattr(kind, "run", lambda *_, grid, **__: grids.append(grid))
+    query, block = (torch.empty(4096, heads, n, 128, device="meta") for heads, n in ((32, 1), (8, 256)))
+    pages = torch.empty(4096, 32, 1, 4, dtype=torch.int64, device="meta")
+    fast.page_attention(query, block, block, pages, page=16, before=255, scale=1.0)
+    assert len(grids) == 2
+    assert all(max(x[1:], default=1) <= 65_535 for x in grids)
+
+
 @pytest.mark.gpu
 def test_triton_at_full_size(precision, triton, error, allowed):
     """128 pages of 16 entries of 128 channels, of 4096 entries."""
