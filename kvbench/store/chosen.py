@@ -116,15 +116,14 @@ class ChosenKV(SelectiveKV):
         batch, head, entry = mask.nonzero(as_tuple=True)
         keys, values = self._gather(batch, head // (heads // kv_heads), entry)
         counts = mask.sum(-1).flatten()
-        self._count(mask)
+        every = self._count(mask, counts)
         if isinstance(bias, Tensor):
             bias = bias[mask]
         elif bias is not None:
             bias = bias(keys, batch, head, entry)
         return ragged_partial(
-            step.query, keys, values, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
-            counts.tolist(), scale=step.scale, seen=step.seen, softcap=step.softcap,
-            bias=bias,
+            step.query, keys, values, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), every, scale=step.scale,
+            seen=step.seen, softcap=step.softcap, bias=bias,
         )
 
     def _gather(self, batch: Tensor, head: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,25 +134,31 @@ class ChosenKV(SelectiveKV):
             places = (batch * heads + head) * block.capacity + entry
             keys, values = (block.tensors[x].flatten(0, 2).index_select(0, places) for x in ("key", "value"))
             return keys, values
-        apart = entry < self.apart
-        later = batch[~apart], head[~apart], entry[~apart] - self.apart
+        # By number: each index by a mask would wait for the device.
+        apart, near = (x.nonzero()[:, 0] for x in (entry < self.apart, entry >= self.apart))
+        later = batch[near], head[near], entry[near] - self.apart
         places = (batch * self.keys.shape[1] + head) * self.apart + entry
         widths = self.keys.shape[3], self.values.shape[3]
         found = self.keys.new_empty((len(entry), sum(widths)))
         found[apart] = self.tier.take(places[apart])
-        found[~apart] = torch.cat([self.keys[later], self.values[later]], dim=1)
-        self.reads[self.tier_name] += int(apart.sum()) * self.entry_bytes
+        found[near] = torch.cat([self.keys[later], self.values[later]], dim=1)
+        self.reads[self.tier_name] += len(apart) * self.entry_bytes
         keys, values = found.split(widths, dim=1)
         return keys, values
 
-    def _count(self, mask: Tensor) -> None:
-        """Count entries read by every head, those that differ per KV head, and those left alone."""
-        read = int(mask.sum())
-        distinct = int(mask.unflatten(1, (self.keys.shape[1], -1)).any(2).sum())
+    def _count(self, mask: Tensor, counts: Tensor) -> list[int]:
+        """Count entries read by every head, those that differ per KV head, and those left alone.
+
+        counts: [B * H], entries read by every head. Returned as numbers: all numbers come to the host at once.
+        """
+        shared = mask.unflatten(1, (self.keys.shape[1], -1)).any(2).sum()
+        *every, distinct = torch.cat([counts, shared[None]]).tolist()
+        read = sum(every)
         self.reads.update({
             "entries_read": read, "entries_skipped": mask.numel() - read, "entries_distinct": distinct,
             "bytes": read * self.entry_bytes,
         })
+        return every
 
     @property
     def entry_bytes(self) -> int:

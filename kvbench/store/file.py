@@ -58,8 +58,9 @@ class FileEntries:
             FileTierError: the file cannot be read, or has lost its end.
         """
         found = torch.empty((len(places), self.entry_bytes), dtype=torch.uint8)
+        places = places.cpu()
         starts = [0, *((places.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(places)]
-        first = places.cpu()[[x for x in starts[:-1] if x < len(places)]].tolist()
+        first = places[[x for x in starts[:-1] if x < len(places)]].tolist()
         for start, stop, place in zip(starts, starts[1:], first, strict=False):
             self._read(found[start:stop], place * self.entry_bytes)
         self._forget()

@@ -181,8 +181,8 @@ class LowRankKV(SelectiveKV):
         found = where.gather(2, chosen)  # the slot of each chunk; `count`: in none
         missing = found == count
         misses = missing.sum(-1, keepdim=True)  # [B, H_kv, 1]
-        most = int(misses.max())
-        self._count(chosen.numel() - int(misses.sum()), chosen.numel(), most, later)
+        most, missed = torch.stack([misses.max(), misses.sum()]).tolist()  # the host waits once for both
+        self._count(chosen.numel() - missed, chosen.numel(), most, later)
         if not most:
             return
         taken = torch.zeros_like(where[..., :1], dtype=torch.bool).repeat(1, 1, count + 1).scatter_(2, found, True)

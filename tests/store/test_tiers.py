@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from kvbench import machine
 from kvbench.check.trial import CONTEXT, open_at_budget
@@ -20,9 +22,11 @@ from kvbench.machine import find_file_system
 from kvbench.method import Budget
 from kvbench.methods.retrieval.pqcache import PQCache
 from kvbench.registry import find_method
+from kvbench.store.chosen import ChosenKV
 from kvbench.store.facts import Fact
 from kvbench.store.file import FileEntries
 from kvbench.store.host import HostEntries, host_fact
+from kvbench.store.lowrank import LowRankKV
 
 
 def ids(count, seed=1):
@@ -86,6 +90,43 @@ def test_a_tier_changes_where_entries_are_and_nothing_else(folder, tier):
     fetched = ours.host_read_bytes_per_step if tier == "host" else ours.file_read_bytes_per_step
     assert 0 < fetched < ours.read_bytes_per_step
     assert fetched % model.shape(1).full_bytes != 0 or fetched > 0
+
+
+class Waits(TorchFunctionMode):
+    """Counts calls for which a GPU's host waits: numbers of a tensor, its places, and indices by a mask."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        masks = [x for x in tree_leaves(index) if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        self.count += len(masks) + (name in ("tolist", "item", "__int__", "nonzero", "cpu"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "settings", "store", "read", "wanted"), [
+    ("pqcache", {"tier": "device"}, ChosenKV, "read", {2}), ("pqcache", {"tier": "host"}, ChosenKV, "read", {5}),
+    ("shadowkv", {}, LowRankKV, "_bring_back", {1, 3}),
+])
+def test_a_read_waits_once_for_all_its_numbers(monkeypatch, name, settings, store, read, wanted):
+    """And once for the marked entries, for those in either tier, and for the places of what the host copies.
+
+    shadowkv waits for its misses, and for the places of the chunks that it misses, which are noted twice.
+    """
+    original, waits = getattr(store, read), []
+
+    def count(*args, **kwargs):
+        with Waits() as mode:
+            found = original(*args, **kwargs)
+        waits.append(mode.count)
+        return found
+
+    monkeypatch.setattr(store, read, count)
+    with open_at_budget(find_method(name)(**settings), tiny_model()) as session:
+        session.prefill(CONTEXT)
+        session.force(ids(2, 2))
+    assert waits and set(waits) <= wanted
 
 
 @pytest.mark.parametrize(("name", "settings", "numbers"), [
