@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 from kvbench.leaderboard.server import submissions
 from kvbench.leaderboard.server.publisher import Publisher, publish_accepted
@@ -155,6 +156,32 @@ def test_a_slow_verifier_is_stopped(server, snapkv, monkeypatch):
     assert concluded.wait(PATIENCE_S)
     worker.stop()
     assert server.client.get(f"/api/submissions/{number}").json()["error"] == "the verification took more than 0 s"
+
+
+def test_a_late_reply_is_not_that_of_the_next_submission(server, runs, monkeypatch):
+    """The database fails while a submission is verified; the verifier replies when the next one was claimed."""
+    reply = "print(json.dumps({'error': os.path.basename(json.loads(line)[0])}), flush=True)"
+    slow = f"import json, os, sys, time\nfor line in sys.stdin: time.sleep(1); {reply}"
+    monkeypatch.setattr("kvbench.leaderboard.server.worker.VERIFIER", ("-c", slow))
+    monkeypatch.setattr("kvbench.leaderboard.server.worker.IDLE_S", 0.1)
+    failed, concluded = threading.Event(), threading.Event()
+
+    def renew(*claimed):
+        if not failed.is_set():
+            failed.set()
+            raise OSError("the database is gone")
+        return submissions.renew(*claimed)
+
+    monkeypatch.setattr("kvbench.leaderboard.server.worker.submissions", SimpleNamespace(**{
+        **vars(submissions), "renew": renew,
+    }))
+    first, second = (server.send(x.files).json()["id"] for x in (runs["snapkv"], runs["full"]))
+    worker = Worker(server.database, server.state, concluded.set)
+    worker.start()
+    assert concluded.wait(PATIENCE_S)
+    worker.stop()
+    assert server.status(first) == "verifying", "its claim passes on after its lease"
+    assert server.client.get(f"/api/submissions/{second}").json()["error"] == second
 
 
 def test_a_failed_site_build_does_not_stop_the_publisher(server, monkeypatch, capsys):

@@ -65,6 +65,7 @@ class Worker(threading.Thread):
                         continue
                 except Exception as error:  # noqa: BLE001  # the database may come back
                     say(f"verification: {type(error).__name__}: {error}. Trying again.")
+                    self._end()  # else the reply that it still owes would be read as that of the next submission
                 self._woken.wait(IDLE_S)
         finally:
             self._end()
