@@ -129,3 +129,19 @@ def test_a_slow_request_is_answered_in_full(monkeypatch):
 
     _, reply = converse(answer, talk)
     assert reply == (b"HTTP/1.1 200", SIZE)
+
+
+def test_each_request_is_progress():
+    """Although Python gives the next request the place in memory of one that ended."""
+
+    class Ended:
+        response_complete = True
+
+    config, loop = Config(answer, log_config=None, log_level="error"), asyncio.new_event_loop()
+    kept, found = Connection(config, ServerState(), {}, loop), []
+    loop.close()
+    for _ in range(2):
+        kept.cycle = Ended()
+        found.append(kept._describe_progress())
+        kept.cycle = None
+    assert found[0] != found[1]

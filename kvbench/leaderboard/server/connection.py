@@ -47,7 +47,7 @@ class Connection(H11Protocol):
     def _describe_progress(self) -> tuple[Any, ...] | None:
         """Progress of the client, in bytes sent or read; None while the server works on its request."""
         if self.cycle is None or self.cycle.response_complete:
-            return "between requests", id(self.cycle)  # bytes do not count: headers must be complete in time
+            return "between requests", self.cycle  # bytes do not count: headers must be complete in time
         if self.flow.write_paused:
             return "response", self.transport.get_write_buffer_size()
         if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
