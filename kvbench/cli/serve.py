@@ -42,6 +42,8 @@ def serve_command(
 
     uvicorn = load_extra("uvicorn", extra="server", what="kvbench leaderboard serve")
     load_extra("fastapi", extra="server", what="kvbench leaderboard serve")
+    if state.resolve().is_relative_to(results.resolve()):
+        raise UserError(f"--state {state} lies in --results {results}, where every run is shown. Give another --state.")
     from kvbench.leaderboard.server.listen import listening, name_url
 
     with listening(host, port) as sockets:

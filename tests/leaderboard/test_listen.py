@@ -48,6 +48,15 @@ def test_a_port_in_use_is_bad_input(kvbench, tmp_path):
     assert f"port {port} of 127.0.0.1 is in use. Stop the program" in found.err
 
 
+def test_a_state_among_the_results_is_bad_input(kvbench, tmp_path, monkeypatch):
+    """Its bundles would be shown as runs, and no site is built there. Nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvbench.leaderboard.server.listen._bind", lambda *_: 1 / 0)
+    found = kvbench("leaderboard", "serve", "--results", ".")
+    assert (found.code, list(tmp_path.iterdir())) == (2, [])
+    assert "--state leaderboard lies in --results ., where every run is shown. Give another --state." in found.err
+
+
 def test_a_reserved_port_is_bad_input(kvbench, tmp_path, monkeypatch):
     def bind(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
