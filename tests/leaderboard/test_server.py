@@ -227,7 +227,6 @@ def test_a_withdrawn_submission_can_be_sent_again(server, snapkv):
     server.work()
     assert server.withdraw(number, "bob").status_code == 409
     assert server.withdraw(number).json()["status"] == "withdrawn"
-    server.work()
     assert not (server.state.results / "ada" / snapkv.bundle.spec.run_id).exists()
     assert server.send(snapkv.files).status_code == 202
     server.work()

@@ -15,10 +15,11 @@ from kvbench.leaderboard.server.submissions import claim, conclude, fail, releas
 from kvbench.leaderboard.server.tables import Status
 from kvbench.leaderboard.server.verifier import verify_bundle
 from kvbench.leaderboard.server.worker import Worker
+from kvbench.leaderboard.submission.records import MANIFEST
 from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
-from .conftest import edit_spec, later
+from .conftest import edit, edit_spec, later
 
 PATIENCE_S = 120
 """Maximum seconds to wait for a thread; reached only on failure."""
@@ -131,6 +132,20 @@ def test_the_worker_stores_the_verifiers_reply(server, snapkv, monkeypatch):
     assert concluded.wait(PATIENCE_S)
     worker.stop()
     assert server.status(number) == Status.ACCEPTED
+
+
+def test_a_copy_that_waits_behind_its_original_is_refused(server, snapkv, monkeypatch):
+    """Also while the site is built, when the publisher copies nothing."""
+    worker, state = server.app.state.services.worker, server.state
+    monkeypatch.setattr(worker, "_ask", lambda x: json.loads(verify_bundle(state.bundle(x.id), state.results)))
+    copied = edit(snapkv.files, MANIFEST, lambda x: x.update(submitter="bob"))
+    original, copy = (server.send(*x).json()["id"] for x in ((snapkv.files, "ada"), (copied, "bob")))
+    worker.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while server.status(copy) in ("queued", "verifying") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    worker.stop()
+    assert [server.status(x) for x in (original, copy)] == ["accepted", "refused"]
 
 
 def test_a_crashed_verifier_fails_the_submission(server, snapkv, monkeypatch):

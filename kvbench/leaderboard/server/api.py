@@ -147,7 +147,7 @@ def withdraw(number: str, services: Own, token: Known) -> SubmissionStatus:
         found = submissions.withdraw(services.database, token, number)
     except ConflictError as error:
         raise HTTPException(409, str(error)) from error
-    services.publisher.wake()
+    services.publisher.publish()
     return SubmissionStatus.of(found)
 
 

@@ -42,7 +42,7 @@ class Site(StaticFiles):
 def create_app(database: Database, state: State) -> FastAPI:
     """Create the application. Its threads start and stop with it."""
     publisher = Publisher(database, state)
-    worker = Worker(database, state, publisher.wake)
+    worker = Worker(database, state, publisher.publish)
 
     @asynccontextmanager
     async def live(_: FastAPI) -> AsyncIterator[None]:

@@ -24,6 +24,8 @@ BUILD = "import sys; from kvbench.cli import call; sys.exit(call(sys.argv[1:]))"
 REMOVED = (Status.WITHDRAWN, Status.SUPERSEDED)
 RETRY_S = 10.0
 """Seconds until the next attempt after a failure, for example while another process builds the site."""
+PUBLISHING = threading.Lock()
+"""Held while folders of the results are replaced."""
 
 
 class Publisher(threading.Thread):
@@ -38,6 +40,15 @@ class Publisher(threading.Thread):
     def wake(self) -> None:
         """Signal that something changed."""
         self._woken.set()
+
+    def publish(self) -> None:
+        """Change the results before anything else is verified or sent again; the thread builds the site.
+
+        Else a copy of an accepted run would pass, and a withdrawn run that is sent again and refused would stay.
+        """
+        self.wake()
+        with contextlib.suppress(OSError):  # the thread tries again and prints the error
+            publish_accepted(self._database, self._state)
 
     def stop(self) -> None:
         """Stop the thread and kill a running build; the old site stays."""
@@ -74,6 +85,11 @@ class Publisher(threading.Thread):
 
 def publish_accepted(database: Database, state: State) -> None:
     """Copy accepted bundles with their verification to the results; remove withdrawn and superseded ones."""
+    with PUBLISHING:
+        _publish(database, state)
+
+
+def _publish(database: Database, state: State) -> None:
     for x in list_submissions(database):
         folder = state.results / x.submitter / x.run_id
         if x.status in REMOVED and _find_identity(folder) == x.id:
