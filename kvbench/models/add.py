@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +49,14 @@ def add_model(name: str, advance: Callable[[int], None]) -> Path:
         return found
     _load_reader()
     root = models_folder()
-    _check_disk(source.name, source.disk_bytes, f"{source.download_bytes / MB:,.0f} MB to download, ")
     downloads = _downloads(source)
+    here = _measure(downloads)
+    rest = max(0, source.download_bytes - here)
+    _check_disk(source.name, max(0, source.disk_bytes - here), f"{rest / MB:,.0f} MB to download, ")
     facts = {"original": source.original, "license": source.license}
     with _alone(root):
+        if (found := find_added(name)) is not None:  # another process may have added it by now
+            return found
         gguf = fetch_gguf(source, downloads, advance)
 
         def check(found: Measurement) -> None:
@@ -114,13 +119,14 @@ def remove_model(name: str) -> int:
         folders = [models_folder() / source.id, _downloads(source)]
     else:
         raise unknown("model", name, {*SOURCES, *read_cards()}, "See `kvbench models list`.")
-    present = [x for x in folders if x.is_dir()]
+    killed = models_folder().glob(f".{folders[0].name}.*")  # what a process that was killed left
+    present = [x for x in (*folders, *killed) if x.is_dir()]
     if not present:
         raise UserError(f"model '{name}' is not on this machine: nothing to remove. See `kvbench models list`.")
     with _alone(models_folder()):
-        size = sum(x.stat().st_size for folder in present for x in folder.rglob("*") if x.is_file())
-        for folder in present:
-            shutil.rmtree(folder)
+        size = sum(map(_measure, present))
+        for folder in present:  # half a model does not count as added
+            shutil.rmtree(folder.replace(models_folder() / f".{folders[0].name}.{uuid.uuid4().hex}"))
     return size
 
 
@@ -160,6 +166,11 @@ def _describe(quantization: str, dtype: str) -> str:
 
 def _downloads(source: ModelSource) -> Path:
     return models_folder() / "downloads" / source.id
+
+
+def _measure(folder: Path) -> int:
+    """Bytes of the files below a folder."""
+    return sum(x.stat().st_size for x in folder.rglob("*") if x.is_file())
 
 
 def _load_reader() -> None:

