@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvbench.analysis.metrics import Metric
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.report.charts import RANDOM
 from kvbench.report.group import Axis
@@ -41,17 +42,20 @@ class Scale:
     widest: float
     low: float
     high: float
+    exponential: bool = False
+    """Whether scores are shown as their exponentials, as everywhere on the site."""
 
     @classmethod
     def of(cls, axis: Axis, rows: Iterable[RankedRun]) -> Scale:
         """The scale on which all rows fit, with room at the left; sizes at least from 0.4 to 1, scores from 0 to 1."""
-        sizes, scores = [0.5, 1.0], [0.0, 1.0]
+        sizes, scores, exponential = [0.5, 1.0], [0.0, 1.0], False
         for x in rows:
             score, size = x.result.score, axis.measure(x.result)
             if score.mean is not None and size is not None:
                 sizes.append(size)
                 scores += [score.mean, *(score.ci95 or ())]
-        return cls(axis, max(LEAST_SIZE, ROOM * min(sizes)), max(sizes), min(scores), max(scores))
+                exponential = Metric.of(score).exponential
+        return cls(axis, max(LEAST_SIZE, ROOM * min(sizes)), max(sizes), min(scores), max(scores), exponential)
 
     def across(self, size: float) -> float:
         """Horizontal position of a size, on a logarithmic axis."""
@@ -120,7 +124,10 @@ class Panel:
     def levels(self) -> list[tuple[float, str]]:
         """Positions and labels of the vertical axis."""
         low, high = self.scale.low, self.scale.high
-        return [(self.scale.up(x), f"{x:.3g}") for x in (low, (low + high) / 2, high)]
+        return [
+            (self.scale.up(x), f"{math.exp(min(x, 700.0)) if self.scale.exponential else x:.3g}")
+            for x in (low, (low + high) / 2, high)
+        ]
 
 
 def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, list[Panel]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -41,3 +42,19 @@ def test_a_large_family_has_several_panels_with_the_best_first(results):
     assert [x.title for x in panels] == ["eviction, 1 of 2", "eviction, 2 of 2"]
     assert sum(map(len, means)) == MOST_CURVES + 1
     assert min(means[0]) >= max(means[1])
+
+
+def test_perplexities_are_shown_as_such_and_sorted_from_the_lowest(results):
+    """The scores of the runs are nats."""
+
+    def measure(result, lines):
+        result["score"] |= {"metric": "token_nll", "higher_is_better": False}
+
+    for method, kind in (("full", "none"), ("snapkv", "stored")):
+        results.add(method, [[3.0, 1.0]] * 12, method=method, kind=kind, edit=measure)
+    site = results.build().folder
+    (page,) = site.glob("protocols/*.html")
+    for level in ("1", "2.72", "7.39"):
+        assert f'text-anchor="end">{level}</text>' in page.read_text()
+    heads = re.findall(r'<button type="button" data-first="(\w+)">niah', (site / "index.html").read_text())
+    assert heads == ["ascending"]
