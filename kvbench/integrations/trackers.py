@@ -13,8 +13,10 @@ def log_result(package: str, result: Result) -> bool:
     try:
         tracker = importlib.import_module(package)
         tracker.init(project="kvbench", name=result.run_id, config=result.spec.model_dump(mode="json"))
-        tracker.log(result.model_dump(mode="json", exclude={"spec"}))
-        tracker.finish()
+        try:
+            tracker.log(result.model_dump(mode="json", exclude={"spec"}))
+        finally:
+            tracker.finish()  # else wandb's next `init` gives this run again
     except Exception as error:  # noqa: BLE001  # a network, an account, a version
         say(f"the result is saved, but {package} did not take it: {type(error).__name__}: {error}")
         return False
