@@ -17,6 +17,7 @@ The data is the hub's `data.zip`; a local copy is its unpacked folder. The copy 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +27,7 @@ from kvbench.tasks.longbench.filled import FilledPrompt, fill
 from kvbench.tasks.longbench.hub import open_archive
 from kvbench.tasks.longbench.prompts import BARE, MAX_NEW_TOKENS, PROMPTS
 from kvbench.tasks.records import Record, Source
-from kvbench.tasks.scoring.longbench import SCORERS
+from kvbench.tasks.scoring.longbench import NUMBERS, SCORERS
 from kvbench.text.template import Frame
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class LongBench(FilledPrompt):
             return "the first answer, which methods are compared on, must not be empty"
         if not record["all_classes"] and any("all_classes" in x.facts for x in self.scorers):
             return "all_classes must name the classes"
+        if not all(isinstance(x, str) for x in record["all_classes"] or ()):
+            return "all_classes must be texts"
+        if NUMBERS in self.scorers and not all(re.search(r"\d", x) for x in record["answers"]):
+            return "answers must hold the number that is asked for"
         return None
 
     def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one turn

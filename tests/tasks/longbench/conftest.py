@@ -44,8 +44,9 @@ def line() -> Callable[..., dict[str, object]]:
     """A record of a task."""
 
     def make(kind: str = "qasper", **changes: object) -> dict[str, object]:
+        answers = ["Paragraph 1", "1"] if kind.startswith("passage") else ["One", "1"]
         return {
-            "input": "The input?", "context": "The text.", "answers": ["One", "1"], "length": 3999, "dataset": kind,
+            "input": "The input?", "context": "The text.", "answers": answers, "length": 3999, "dataset": kind,
             "language": "en", "all_classes": ["One", "Two"] if kind in {"trec", "lsht"} else None, "_id": "abc",
         } | changes
 

@@ -120,13 +120,13 @@ each_task = pytest.mark.parametrize("kind", PROMPTS)
 
 
 @each_task
-def test_the_prompt_is_the_official_one(open_task, make, octets, kind):
+def test_the_prompt_is_the_official_one(open_task, make, octets, line, kind):
     """The prompt is the card's text, the context ends with the record's, and max_new_tokens is the card's."""
     example = make(open_task(kind), octets)
     (turn,) = example.turns
     assert example.context + example.joint + turn.question + turn.prefix == PROMPTS[kind]
     assert example.context.endswith("The text.")
-    assert (turn.max_new_tokens, turn.references) == (MAX_NEW_TOKENS[kind], ("One", "1"))
+    assert (turn.max_new_tokens, turn.references) == (MAX_NEW_TOKENS[kind], tuple(line(kind)["answers"]))
 
 
 def test_the_question_begins_where_the_prompt_names_it(open_task, make, octets):
@@ -153,7 +153,7 @@ def test_tasks_of_examples_get_no_chat_template(open_task, make, chatty, kind):
 
 @pytest.mark.parametrize(
     ("kind", "reference"),
-    [("qasper", " One"), ("lcc", "One"), ("passage_count", "One"), ("vcsum", "One"), ("dureader", "One")],
+    [("qasper", " One"), ("lcc", "One"), ("passage_count", "Paragraph 1"), ("vcsum", "One"), ("dureader", "One")],
 )
 def test_the_reference_answer_goes_on_from_the_prompt(open_task, make, octets, kind, reference):
     """After a space, but not after white space or a Chinese colon."""
