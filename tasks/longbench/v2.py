@@ -58,7 +58,7 @@ class LongBench2(FilledPrompt):
     def compose(self, record: Record, *, mode: Mode, turns: int, frame: Frame) -> Example:  # noqa: ARG002  # one turn
         """Fill the prompt; facts are the columns by which LongBench v2 groups its results."""
         return fill(
-            PROMPT, {name: text.strip() for name, text in record.items()}, prefix="",
+            PROMPT, {name: record[name].strip() for name in self.columns}, prefix="",
             answer=f"The correct answer is ({record['answer']}).", references=(record["answer"],),
             max_new_tokens=MAX_NEW_TOKENS, frame=frame,
             facts={x: record[x] for x in ("_id", "domain", "sub_domain", "difficulty", "length")},

@@ -73,6 +73,12 @@ def test_the_middle_is_cut_from_the_whole_prompt(tmp_path, chars):
     assert example.context + example.joint + turn.question == whole[:300] + whole[-300:]
 
 
+def test_other_columns_are_left_alone(tmp_path, chars):
+    """A record may have further columns of any type, as the retrieved passages of LongBench's RAG runs."""
+    task = open_task(tmp_path, line(retrieved_context=[{"content": "The text."}], judge=None))
+    assert make(task, chars).context.endswith("<text>\nThe text.")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
