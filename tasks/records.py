@@ -201,7 +201,7 @@ def check_columns(record: object, columns: Columns, where: str, hint: str) -> No
         has = ", ".join(list(record)[:20]) or "none"
         raise UserError(f"{where} has no column {missing}; it has {has}, and needs {needs}. {hint}")
     for name, kind in columns.items():
-        if not isinstance(record[name], kind):
+        if not isinstance(record[name], kind) or (isinstance(record[name], bool) and bool not in kinds[name]):
             raise UserError(f"{where}: column {name} is {type(record[name]).__name__}, not {wanted[name]}. {hint}")
 
 

@@ -40,7 +40,7 @@ class MathFind(SCBench):
     def record(self, index: int) -> Record:
         """Read and check one record, whose context must be a list of whole numbers."""
         record = super().record(index)
-        if not all(isinstance(x, int) for x in record["context"]):
+        if not all(type(x) is int for x in record["context"]):
             raise UserError(f"record {index} of {self.source.name}: column context is no list of int. {self.hint}")
         return record
 

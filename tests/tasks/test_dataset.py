@@ -193,6 +193,7 @@ def test_a_missing_package_is_named(monkeypatch, chars):
         ({}, "has no column context, answers, pages; it has none"),
         (book(context=7), "record 0 of {data}: column context is int, not str."),
         (book(pages="7"), "column pages is str, not int or float."),
+        (book(pages=True), "column pages is bool, not int or float."),
         (book(answers=None), "column answers is NoneType, not list."),
         (book(context=" \n"), "column context is empty."),
         ([1], "record 0 of {data} is list, not an object."),

@@ -193,6 +193,7 @@ def test_the_mode_is_a_fact(records, task_of, mini_tokenizer, mode):
         ("scbench_vt", {"input": " "}, "column input is empty."),
         ("scbench_mf", {"context": "[1, 2]"}, "column context is str, not list."),
         ("scbench_mf", {"context": [1, "2"]}, "column context is no list of int"),
+        ("scbench_mf", {"context": [1, True]}, "column context is no list of int"),
         ("scbench_mf", {"context": []}, "column context is empty."),
         ("scbench_mf", {"multi_turns": [{"input": "Which?", "answer": 1}]}, "the input has no 'The ... is'"),
         (
