@@ -25,6 +25,7 @@ LETTERS = "ABCD"
 CHOICES = frozenset({"longbook_choice_eng", "code_debug"})
 NUMBERS = frozenset({"math_find", "math_calc", "code_run"})
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+WHOLE = re.compile(r"-?[0-9]+")
 CALL = re.compile(r"func_[0-9]+\(-?[0-9]+\)")
 TARGET = re.compile("The .+ of")
 """Greedy, as in the official code: up to the last `of` of the line."""
@@ -70,6 +71,8 @@ class InfiniteBench(FilledPrompt):
                 return f"the answer '{answers[0]}' is none of the options"
         if self.kind in NUMBERS and not all(NUMBER.fullmatch(x) for x in answers):
             return "answer must be numbers"
+        if self.kind == "code_run" and not WHOLE.fullmatch(answers[0]):
+            return f"answer is {answers[0]}, and a function returns a whole number"
         if self.kind == "code_run" and not CALL.search(asked):
             return "input calls no function such as func_1(2)"
         if self.kind == "math_find" and not TARGET.search(asked):

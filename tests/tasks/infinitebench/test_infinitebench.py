@@ -236,6 +236,8 @@ def test_all_tasks_are_listed():
         ("longbook_choice_eng", {"answer": ["two", "E"]}, "the answer 'two' is none of the options"),
         ("longbook_choice_eng", {"answer": ["one", "two", "B"]}, "the answer 'one' is none of the options"),
         ("code_run", {"answer": "many"}, "answer must be numbers"),
+        ("code_run", {"answer": 3.5}, "answer is 3.5, and a function returns a whole number"),
+        ("passkey", {"answer": True}, "column answer is bool, not str or int or float or list"),
         ("code_run", {"input": "What is returned?"}, "input calls no function such as func_1(2)"),
         ("math_find", {"input": "Which?"}, "input names no number, as in `The largest number of`"),
         ("longbook_qa_eng", {"context": ""}, "column context is empty"),
