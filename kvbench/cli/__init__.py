@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -144,6 +145,11 @@ def call(arguments: Sequence[str]) -> int:
             raise
         name = max(str(error.filename).split("/"), key=len)
         return _stop(f"'{name[:40]}...' ({len(name)} characters) is too long for the name of a file or folder.", 2)
+    except RuntimeError as error:  # pathlib's, of a path such as ~name/file
+        if "home directory" not in str(error):
+            raise
+        found = re.search(r"(?<![^\s=])~[^\s/]*", " ".join(arguments))
+        return _stop(f"there is no home folder '{found[0] if found else '~'}'. Give the path without ~.", 2)
     except typer.Abort:  # Ctrl-C with older versions of typer; newer ones return the code
         code = INTERRUPTED
     if code == INTERRUPTED:

@@ -21,6 +21,8 @@ CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 MISSING = "missing/path"
 LONG = 300 * "x"
 """More than the name of a file can have."""
+NOBODY = "~no-such-user"
+"""The home folder of a user that there is not."""
 VALUES = ["nan", "inf", "-inf", "-1", "1e400", "1" + 30 * "0"]
 LINES = {
     "run": "run --method snapkv --task kv-short --device cpu",
@@ -163,15 +165,22 @@ def test_a_number_out_of_range_is_refused(kvbench, name, option, value):
 
 
 @pytest.mark.parametrize(("name", "option"), FILES, ids=lambda x: x.replace(" ", "_"))
-@pytest.mark.parametrize("value", [MISSING, LONG], ids=["missing", "long"])
+@pytest.mark.parametrize("value", [MISSING, LONG, f"{NOBODY}/x"], ids=["missing", "long", "nobody"])
 def test_a_missing_path_is_refused(kvbench, name, option, value):
     check_refusal(kvbench(*line_of(name, option, value)))
 
 
-@pytest.mark.parametrize("value", [MISSING, "missing.toml", "missing.py:Class", LONG, f"{LONG}/x"])
+@pytest.mark.parametrize("value", [MISSING, "missing.toml", "missing.py:Class", LONG, f"{LONG}/x", f"{NOBODY}/x.toml"])
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if "{}" in line and name not in NAMES])
 def test_a_missing_path_as_argument_is_refused(kvbench, name, value):
     check_refusal(kvbench(*LINES[name].replace("{}", value).split()))
+
+
+@pytest.mark.parametrize("line", ["show {}", "run --method full --task {}", "sweep {} --dry-run"])
+def test_a_home_folder_that_there_is_not_is_named(kvbench, line):
+    answer = kvbench(*line.format(f"{NOBODY}/x.toml").split())
+    check_refusal(answer)
+    assert f"there is no home folder '{NOBODY}'. Give the path without ~." in answer.err
 
 
 @pytest.mark.parametrize("line", [
