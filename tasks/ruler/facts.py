@@ -46,6 +46,8 @@ PEOPLE = (
 )  # fmt: skip
 SENTENCES = (2, 6)
 """Fewest and most sentences of prose around a fact."""
+DRAWN = 1000
+"""Documents of which the longest determine the minimum length."""
 
 
 def draw_pair(rng: random.Random, parts: tuple[tuple[str, ...], tuple[str, ...]], between: str = "") -> str:
@@ -102,5 +104,9 @@ class FactsQa(DocumentQa):
         return self.fill(self.pile(rng, turns, most=length), id=id, length=length, tokenizer=tokenizer)
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Tokens of the longest of twenty samples that have only the documents with answers."""
-        return max(self.measure(self.pile(random.Random(i), turns, most=0), tokenizer) for i in range(20))
+        """Tokens of a sample that has only documents with answers, the longest of many."""
+        pile = self.pile(random.Random(0), max(turns, DRAWN), most=0)
+        sizes = [len(x) for x in tokenizer(list(pile.gold), add_special_tokens=False).input_ids]
+        longest = sorted(range(len(sizes)), key=sizes.__getitem__)[-turns:]
+        asked, gold = tuple(pile.asked[i] for i in longest), tuple(pile.gold[i] for i in longest)
+        return self.measure(Pile(asked, gold, (), pile.seed), tokenizer)

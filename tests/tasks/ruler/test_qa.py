@@ -214,6 +214,15 @@ def test_a_file_too_large_is_not_read(tmp_path):
         read_squad(str(path))
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+def test_the_minimum_length_of_facts_covers_every_sample(mini_tokenizer, turns):
+    """Documents differ in length by a factor of ten, and a run must not stop at its longest sample."""
+    task = FactsQa()
+    least = task.minimum_length(turns, mini_tokenizer)
+    sizes = [task.measure(task.pile(random.Random(f"x{i}"), turns, most=0), mini_tokenizer) for i in range(100)]
+    assert max(sizes) <= least <= 2 * min(sizes) + 200
+
+
 @pytest.mark.parametrize(
     ("prediction", "references", "score"),
     [
