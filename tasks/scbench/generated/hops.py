@@ -11,13 +11,16 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from kvbench.task import Example, Scorer, Turn
-from kvbench.tasks.ruler.chains import INTRO, NAME_LETTERS, VariableChain, draw_chains, weave
+from kvbench.task import Example, Scorer, Turn, count_prompt
+from kvbench.tasks.ruler.chains import INTRO, NAME_LETTERS, VariableChain, draw_chains, longest, weave
 from kvbench.tasks.ruler.haystack import NOISE, cut
 from kvbench.tasks.scbench.generated.generator import Generated, depths
 from kvbench.tasks.scoring.scbench import SCORERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HOPS = 2
 LINES = HOPS + 1
@@ -66,3 +69,10 @@ class MultiHop(Generated):
         chains = [replace(x, names=x.names[:LINES]) for x in draw_chains(rng, values, NAME_LETTERS)]
         asked, seed = rng.sample(range(len(chains)), turns), rng.getrandbits(64)
         return lambda n: self.compose(chains, asked, n, seed=seed, id=id)
+
+    def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Tokens of an example with the longest names and one unit more than the fewest, generation included."""
+        chain = longest(NAME_LETTERS, tokenizer)
+        chains = [replace(chain, names=chain.names[:LINES])] * (turns + 1)
+        example = self.compose(chains, range(turns), self.least(turns) + 1, seed=0, id="")
+        return count_prompt(self, example, tokenizer, self.frame(tokenizer)) + self.max_new_tokens

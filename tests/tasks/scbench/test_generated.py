@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.registry import list_entries
-from kvbench.task import encode, prompt_tokens
+from kvbench.task import count_prompt, encode, prompt_tokens
 from kvbench.tasks.ruler.chains import VariableChain
 from kvbench.tasks.scbench.generated.articles import Article, ArticleSummary
 from kvbench.tasks.scbench.generated.functions import Function
@@ -144,6 +144,15 @@ def test_prompt_fills_the_length(task: Generated, mini_tokenizer, seed, turns, e
     example = make(task, mini_tokenizer, seed=seed, length=length, turns=turns)
     used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     assert length - UNITS[task] <= used <= length
+
+
+@each_task
+def test_every_sample_fits_the_minimum_length(task: Generated, mini_tokenizer):
+    """Its fewest units do, whatever is drawn: a run must not stop at its longest sample."""
+    drawn = (task.prepare(random.Random(f"x{i}"), id="", turns=3, most=task.least(3)) for i in range(150))
+    frame = task.frame(mini_tokenizer)
+    sizes = [count_prompt(task, build(task.least(3)), mini_tokenizer, frame) + task.max_new_tokens for build in drawn]
+    assert max(sizes) <= task.minimum_length(3, mini_tokenizer)
 
 
 @each_task
