@@ -99,6 +99,11 @@ class KvpressRuler(DatasetTask):
     def choose(self, n: int, seed: int) -> list[int]:
         """Indices of the first `n` records of the task: in file order for seed 0, in a random order otherwise."""
         records = find_records(self)
+        if not records:
+            raise UserError(
+                f"{self.source.name} has no records of task {self.task}. Use another --task-set task, or give "
+                f"{self.name} other data."
+            )
         if n > len(records):
             raise UserError(
                 f"{self.name} has {len(records)} records of task {self.task} in {self.source.name}: use --samples "

@@ -154,6 +154,11 @@ class FileQa(DocumentQa):
     ) -> Iterator[Example]:
         """Yield the first `n` examples with `turns` questions each, in random order; UserError if there are too few."""
         pool = [x for i, x in enumerate(self.library.questions) if (i % DEV == DEV - 1) == (split is Split.DEV)]
+        if turns > len(pool):
+            raise UserError(
+                f"{self.data} has {len(pool)} questions for split {split}, too few for {turns} about one context. Use "
+                "fewer --turns, the other split, or the whole file."
+            )
         if n * turns > len(pool):
             raise UserError(
                 f"{self.data} has {len(pool)} questions for split {split}: use --samples {len(pool) // turns} or "

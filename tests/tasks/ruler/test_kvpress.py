@@ -70,6 +70,8 @@ def test_records_of_a_task_are_taken_in_order(tmp_path, chars):
     assert sorted(shuffled) == ["row-0", "row-2", "row-4", "row-5"] and shuffled != sorted(shuffled)
     with pytest.raises(UserError, match=r"has 4 records of task vt in .*: use --samples 4 or fewer"):
         some(only, chars, n=5)
+    with pytest.raises(UserError, match=r"has no records of task fwe\. Use another --task-set task, or give"):
+        some(KvpressRuler(data=folder, task="fwe"), chars)
 
 
 def test_nothing_is_cut(tmp_path, chars):

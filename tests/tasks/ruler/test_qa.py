@@ -131,6 +131,8 @@ def test_no_question_comes_twice_and_dev_has_its_own(squad, mini_tokenizer):
     assert sorted(dev) == sorted(every[4::5])
     again = [x.turns[0].question.split("Question: ")[1] for x in some(task, mini_tokenizer, n=8, seed=1)]
     assert again != asked[:8]
+    with pytest.raises(UserError, match=r"has 52 questions for split test, too few for 53 about one context\. Use"):
+        some(SquadQa(data=squad), mini_tokenizer, turns=53)
     with pytest.raises(UserError, match="has 52 questions for split test: use --samples 26 or fewer with 2 turns"):
         some(task, mini_tokenizer, n=27, turns=2)
 
