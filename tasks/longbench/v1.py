@@ -8,8 +8,9 @@ applied; six tasks never use a chat template.
 The official code cuts at a number of tokens per model, without generation and chat template (in papers: Llama-2 3,500;
 Mistral-0.2 31,500; Llama-3.1 127,500). `--length` here includes both. The default suits models of 32k positions. To
 compare with published results, give the sum of the published number, the task's max_new_tokens and the tokens of the
-chat template. Decoding is greedy, as in the official code. A text that was cut is decoded without cleaning up spaces,
-which older versions of transformers did by default for some tokenizers.
+chat template. The template is the tokenizer's own; the official code writes one for each model that it knows, such as
+`[INST]` and `[/INST]` without spaces for Llama-2. Decoding is greedy, as in the official code. A text that was cut is
+decoded without cleaning up spaces, which older versions of transformers did by default for some tokenizers.
 
 The data is the hub's `data.zip`; a local copy is its unpacked folder. The copy with parquet files
 (Xnhyacinth/LongBench) holds kvpress's prompts and lacks the columns that the templates need.

@@ -20,6 +20,8 @@ Intended differences from the runner:
   With multi-request, the length includes the first question.
 - Without multi-request, the length has room for the whole conversation with its reference answers. The runner reserves
   max_new_tokens for every answer, in which later questions, chat headers and longer reference answers may not fit.
+- Of two functions of a repository with the same name, RepoQA's scorers compare an answer with the first; the runner's
+  compare it with both.
 """
 
 from __future__ import annotations
