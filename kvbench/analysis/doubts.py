@@ -47,14 +47,14 @@ def list_doubts(result: Result) -> Iterator[str]:
         stated = state_baseline(result, f"{mean:.3f}")
         yield f"{stated}: the model fails this task, so differences between methods say little."
     effect, agreement = result.effect, result.agreement
-    if (
-        result.budget.asked is not None and effect is not None and effect.n == 0 and effect.n_identity
-        and agreement is not None and agreement.kl == 0
-    ):
+    lossless = effect is not None and effect.n == 0 and effect.n_identity
+    if lossless and agreement is not None and agreement.kl == 0 and result.budget.asked is not None:
         yield (
             "the budget holds the whole context, so the method changed nothing and this is the score of the full "
             "cache. A smaller budget or a longer context shows its effect."
         )
+    if lossless and result.reuse is not None and result.reuse.reused_share == 0:
+        yield "no entry of an earlier prompt was reused, so this is the score of a full prefill."
     if strict is not None and mean - strict >= MUCH:
         yield (
             f"{result.score.metric} gives {mean:.3f}, but {strict:.3f} if the first value named counts: answers name "

@@ -118,7 +118,7 @@ def doubt(mean, **facts):
 
 def made_run(
     mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0,
-    kind="autoregressive",
+    kind="autoregressive", reused=None,
 ):
     """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
@@ -128,7 +128,8 @@ def made_run(
         output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None, asked=asked),
-        effect=SimpleNamespace(n=n, n_identity=10 - n), agreement=SimpleNamespace(kl=kl), lossless=None, reuse=None,
+        effect=SimpleNamespace(n=n, n_identity=10 - n), agreement=SimpleNamespace(kl=kl), lossless=None,
+        reuse=None if reused is None else SimpleNamespace(reused_share=reused),
     )
 
 
@@ -149,6 +150,14 @@ def test_a_budget_that_holds_the_whole_context_is_a_doubt():
     (found,) = doubt(1.0, full=False, asked="1024", kl=0.0)
     assert found.startswith("the budget holds the whole context, so the method changed nothing")
     assert doubt(1.0, full=False, asked="1024", kl=0.0, n=1) == doubt(1.0, full=False, asked="192") == []
+
+
+def test_reuse_of_no_entry_is_a_doubt():
+    """Every document was computed, so the score is a full prefill's."""
+    assert doubt(1.0, full=False, reused=0.0) == [
+        "no entry of an earlier prompt was reused, so this is the score of a full prefill."
+    ]
+    assert doubt(1.0, full=False, reused=0.5) == doubt(1.0, full=False, reused=0.0, n=1) == []
 
 
 def test_runs_with_the_same_doubt_share_a_sentence():
