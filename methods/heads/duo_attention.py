@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvbench.constraints import Natural, Positive, Share
 from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Upstream
-from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, below_quantile, by_score
+from kvbench.methods.heads.groups import LEAST_SHARE, Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import Scores, find_profile
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class DuoAttention(HeadMethod):
 
     def paper(self, heads: int, length: int) -> tuple[int, int]:
         """The number of gates at or above the quantile `sparsity`, and `sinks` plus `recent`."""
-        return heads - below_quantile(heads, self.sparsity), self.sinks + self.recent
+        return heads - math.ceil(self.sparsity * (heads - 1) if self.sparsity < 1 else heads), self.sinks + self.recent
 
     def sinks_in(self, entries: int) -> int:
         """Sinks among this many entries: proportionally fewer if there are fewer than `sinks` plus `recent`."""

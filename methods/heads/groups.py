@@ -171,11 +171,6 @@ def by_score(scores: Sequence[Sequence[float]]) -> tuple[Head, ...]:
     return tuple(sorted(heads, key=lambda x: -scores[x[0]][x[1]]))
 
 
-def below_quantile(heads: int, sparsity: float) -> int:
-    """The number of heads whose score is below the quantile `sparsity` of all scores; at 1, all heads."""
-    return math.ceil(sparsity * (heads - 1)) if sparsity < 1 else heads
-
-
 def _costliest(shape: Shape) -> tuple[Head, ...]:
     """Heads by descending bytes: without a model to rank them, the declared bytes are then an upper bound."""
     return by_score([

@@ -14,7 +14,7 @@ from kvbench.constraints import Positive, Share
 from kvbench.errors import UserError
 from kvbench.kernels.page_select import page_scores, select_pages
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
-from kvbench.methods.heads.groups import Head, HeadMethod, below_quantile, by_score
+from kvbench.methods.heads.groups import Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import find_profile
 from kvbench.methods.heads.store import HeadGroupsKV, StreamingKV
 from kvbench.store import LayerKV
@@ -177,6 +177,8 @@ class LServe(HeadMethod):
             "first token of an answer chooses, and every later one with a multiple of four tokens before it."),
             ("Each token of a question reads pages as if it were decoded. Within a question, windows of streaming "
             "heads slide once, at its end."),
+            ("The number of streaming heads is rounded down; the authors' quantile of the gates gives one more for some "
+            "values of `sparsity`, not for 0.5."),
             ("Streaming heads keep at most as many entries as retrieval heads read, and proportionally fewer first "
             "ones."),
         ),
@@ -215,7 +217,7 @@ class LServe(HeadMethod):
             raise too_small(self.card.name, budget or DEFAULT_BUDGET, fitted.rows, shape.length, LEAST_PAGES * size)
         heads = sum(x.kv_heads for x in shape.layers)
         return replace(
-            fitted, page_size=size, retrieval=heads - below_quantile(heads, self.sparsity),
+            fitted, page_size=size, retrieval=heads - int(heads * self.sparsity),
             streaming=min(self.sinks + self.recent, fitted.rows),
         )
 
