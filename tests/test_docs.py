@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import random
@@ -15,10 +16,12 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from kvbench.check import check
-from kvbench.method import Method
+from kvbench.method import Card, Method
 from kvbench.registry import find_method, find_task
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
+from kvbench.runs.spec import RunSpec
+from kvbench.store import LayerKV
 from kvbench.task import encode, prompt_tokens
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +92,19 @@ def test_the_protocol_explains_every_field(record):
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"`(\w+)`", text))
     assert field_names(record) - explained == set()
+
+
+@pytest.mark.parametrize(("name", "heading", "fields"), [
+    ("protocol.md", "### samples.jsonl", Line.model_fields), ("protocol.md", "### spec.json", RunSpec.model_fields),
+    ("protocol.md", "### result.json", Result.model_fields), ("adding_a_method.md", "## The card", Card.model_fields),
+    ("adding_a_method.md", "### The step", [x.name for x in dataclasses.fields(LayerKV) if x.init]),
+])
+def test_a_section_explains_every_field(name, heading, fields):
+    """In its own table or list, not somewhere on the page."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    section = re.split(r"^#", text[text.index(f"{heading}\n") + len(heading) :], maxsplit=1, flags=re.MULTILINE)[0]
+    explained = {x for line in section.splitlines() if line[:2] in ("| ", "- ") for x in re.findall(r"`(\w+)", line)}
+    assert set(fields) - explained == set()
 
 
 @pytest.mark.slow
