@@ -23,7 +23,10 @@ from kvbench.leaderboard.submission.records import Check, Level, Verification
 router = APIRouter(prefix="/api")
 TAR = {"requestBody": {
     "required": True, "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
-    "description": "A plain tar of spec.json, samples.jsonl.gz, result.json and manifest.json (`kvbench submit`).",
+    "description": (
+        "A plain tar of spec.json, samples.jsonl.gz, result.json and manifest.json, and of method.py for a method of "
+        "the submitter's own (`kvbench submit`)."
+    ),
 }}
 MAX_EVENTS = 1000
 bearer = HTTPBearer(auto_error=False, description="A token of `kvbench leaderboard token create`.")
