@@ -16,7 +16,9 @@ def score_command(
     *,
     scorer: Annotated[str | None, typer.Option(help="A scorer of the task; default: the run's.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="path/to/file.py:Class or path/to/task.toml, if the run's task came from a file.")
+        str | None, typer.Option(
+            help="path/to/file.py:Class, path/to/task.toml or lm-eval:NAME, if the run's task is not registered."
+        )
     ] = None,
     out: Out = Path("runs"),
     as_json: Json = False,

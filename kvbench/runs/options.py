@@ -27,10 +27,12 @@ class Request:
     """The options of one run as text, in the order in which `kvbench run --help` lists them; None: the default."""
 
     method: Annotated[str, Help("A name of `kvbench list methods`, or path/to/file.py:Class.")]
-    task: Annotated[str, Help("A name of `kvbench list tasks`, path/to/file.py:Class, or path/to/task.toml.")]
+    task: Annotated[str, Help(
+        "A name of `kvbench list tasks`, path/to/file.py:Class, path/to/task.toml, or lm-eval:NAME."
+    )]
     model: Annotated[str, Help(
-        "A bundled model, a local folder, or a hub id; random:NAME gives it random weights (times and bytes only, no "
-        "score)."
+        "A bundled or added model, a local folder, a GGUF file, or a hub id; random:NAME gives it random weights "
+        "(times and bytes only, no score)."
     )] = "mini"
     budget: Annotated[str | None, Help(
         "What the method may keep or read: a share of the full cache such as 25%, the default of methods with a "
