@@ -25,7 +25,7 @@ class Simulation:
     """Blocks found by each request, contiguous from the start of its prompt."""
     evictions: int
     rejected: int
-    """Blocks that were not stored, because running requests held the room."""
+    """Blocks at the ends of prompts that were not stored: running requests, or the same prompt, held the room."""
 
 
 class PrefixCache:
