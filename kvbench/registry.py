@@ -14,7 +14,6 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -264,6 +263,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
     found = {
         x.__name__: x for x in vars(module).values() if any(_defines(x, y) for y in kinds) and x.__module__ == name
     }
+    found = {x: y for x, y in found.items() if not _left_open(y)} or found
     if not found:
         needs = " or ".join(f"a subclass of {BASES[x].__module__}.{x.capitalize()} with a `{MARKS[x]}`" for x in kinds)
         raise UserError(f"{kind} file '{path}' defines no {kind}: it needs {needs}. See docs/adding_a_{kinds[0]}.md.")
@@ -274,6 +274,11 @@ def _load_file(text: str, *kinds: Kind) -> type:
         several = " and ".join(f"{x}s" for x in kinds)
         raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
     chosen = found[class_name] if class_name else next(iter(found.values()))
+    if missing := _left_open(chosen):
+        raise UserError(
+            f"{path}: {chosen.__name__} does not define {', '.join(missing)}, which {chosen.__base__.__name__} leaves "
+            f"to it. See docs/adding_a_{kinds[0]}.md."
+        )
     if issubclass(chosen, Method):
         refuse_taken_name("method", chosen.card.name, path)
     return cast("type", chosen)
@@ -306,10 +311,12 @@ def _broken(what: str, path: Path | None, error: Exception | SystemExit) -> User
 
 
 def _defines(found: object, kind: Kind) -> bool:
-    return (
-        isinstance(found, type) and issubclass(found, BASES[kind]) and not inspect.isabstract(found)
-        and hasattr(found, MARKS[kind])
-    )
+    return isinstance(found, type) and issubclass(found, BASES[kind]) and hasattr(found, MARKS[kind])
+
+
+def _left_open(found: type) -> list[str]:
+    """Names that a class must define and does not. Methods have no metaclass that refuses such a class."""
+    return [x for x in dir(found) if getattr(getattr(found, x, None), "__isabstractmethod__", False)]
 
 
 @functools.cache  # a sweep finds its methods one by one

@@ -122,6 +122,19 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
         find_method(str(path))
 
 
+@pytest.mark.parametrize(("kind", "text", "missing"), [
+    ("method", MINE.replace("def score(", "def scores("), "MyMethod does not define score, which ScoredMethod leaves"),
+    ("task", "from kvbench.task import Task\nclass Mine(Task):\n    name = 'mine'\n",
+     "Mine does not define minimum_length, prompt_id, which Task"),
+])
+def test_a_class_without_a_function_that_it_must_define_is_refused(tmp_path, kind, text, missing):
+    """Before a run, and not by a sample that gets None."""
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=missing):
+        (find_method if kind == "method" else find_task)(str(path))
+
+
 def test_kvbenchs_own_file_keeps_its_name():
     """Given by its path, too."""
     assert find_method(f"{ROOT / 'methods/eviction/snapkv.py'}:SnapKV").card.name == "snapkv"
