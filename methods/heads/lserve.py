@@ -177,8 +177,8 @@ class LServe(HeadMethod):
             "first token of an answer chooses, and every later one with a multiple of four tokens before it."),
             ("Each token of a question reads pages as if it were decoded. Within a question, windows of streaming "
             "heads slide once, at its end."),
-            ("The number of streaming heads is rounded down; the authors' quantile of the gates gives one more for some "
-            "values of `sparsity`, not for 0.5."),
+            ("The number of streaming heads is rounded down; the authors' quantile of the gates gives one more for "
+            "some values of `sparsity`, not for 0.5."),
             ("Streaming heads keep at most as many entries as retrieval heads read, and proportionally fewer first "
             "ones."),
         ),
