@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvbench.check.trial import CONTEXT, FORCED, LENGTH, choose_budget, open_at_budget, random_ids, talk
+from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
@@ -27,11 +28,12 @@ def settings_are_frozen(method: Method) -> str:
 
 
 def runs_are_repeatable(method: Method) -> str:
-    """Two runs are bit-identical, with another context run in between."""
+    """Two samples of one run, for which the method is fitted once, are bit-identical, with another one in between."""
     model = tiny_model()
+    fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
 
     def run(seed: int) -> tuple[Tensor, list[list[list[int]]], Tensor]:
-        with open_at_budget(method, model) as session:
+        with Session(model, fitted, capacity=LENGTH + 200) as session:
             logits = session.prefill(random_ids(LENGTH, seed))
             return logits, [x.ids for x in talk(session)], session.score(FORCED)
 
