@@ -27,7 +27,7 @@ from kvbench.errors import UndeclaredError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Method
 from kvbench.step import Step
-from kvbench.store import LayerKV
+from kvbench.store import LayerKV, storage_bytes
 
 
 def acts_at_its_budget(method: Method) -> str:
@@ -46,7 +46,9 @@ def acts_at_its_budget(method: Method) -> str:
         raise NotApplicableError(f"its settings compute a context of {LENGTH} tokens whole: try others with --set")
     assert not proof.identity, "its budget counts as the declared identity"
     assert proof.acted, f"kept {proof.entries_kept} of {proof.entries_seen} entries, facts {proof.facts}: no effect"
-    kept = sum(proof.entries_kept) / len(proof.entries_kept)
+    kept, budget = sum(proof.entries_kept) / len(proof.entries_kept), choose_budget(method)
+    if method.budget_kind is BudgetKind.STORED and budget is not None:
+        assert kept <= budget.value, f"it kept {kept:.0f} entries per KV head, and its budget is {budget.value:.0f}"
     return f"kept {kept:.0f} of {proof.entries_seen} entries"
 
 
@@ -75,9 +77,11 @@ def measured_bytes_are_declared(method: Method) -> str:
 
 
 def _require_listed(session: Session) -> None:
-    """Fail if a store holds a tensor of at least a byte per token that no store lists; several may list one tensor."""
+    """Fail if a store counts fewer bytes than it lists, or holds a tensor of a byte per token that no store lists."""
     listed = {x.untyped_storage().data_ptr() for layer in _tensors(session) for x in layer}
     for store in session.layers:
+        counted, size = store.nbytes(), storage_bytes(store.tensors())
+        assert counted >= size, f"{type(store).__name__}.nbytes() is {counted}, and its tensors() hold {size} bytes"
         for name, value in vars(store).items():
             storages = {x.data_ptr(): x.nbytes() for x in (y.untyped_storage() for y in find_tensors(value))}
             size = sum(n for pointer, n in storages.items() if n >= LENGTH and pointer not in listed)
@@ -85,7 +89,10 @@ def _require_listed(session: Session) -> None:
 
 
 def evicted_entries_are_freed(method: Method) -> str:
-    """After compression no storage of the whole context is allocated, with the garbage collector off."""
+    """After compression no storage of the whole context is allocated, and after its session no tensor of it.
+
+    The garbage collector is off until the context is compressed.
+    """
     refs: list[tuple[int, StorageWeakRef]] = []
     original = LayerKV.append
 
@@ -107,7 +114,28 @@ def evicted_entries_are_freed(method: Method) -> str:
         gc.enable()
     assert watched, "its stores do not call LayerKV.append, so no storage could be watched"
     assert not alive, f"{len(set(alive))} storages that the ledger does not count are still allocated"
+    left = _find_left(method)
+    assert not left, f"{len(left)} tensors are still allocated when their session is closed, such as {left[0]}"
     return f"{watched} storages watched, none outlives those that the ledger counts"
+
+
+def _find_left(method: Method) -> list[str]:
+    """What a session leaves allocated that an earlier one of the same context did not make: sizes and types."""
+    model = tiny_model()
+    fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
+
+    def run() -> list[Tensor]:
+        with Session(model, fitted, capacity=LENGTH + 200) as session:
+            session.prefill(CONTEXT)
+            talk(session)
+        del session
+        gc.collect()
+        return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+
+    before = run()
+    known = {id(x) for x in before}
+    new = [x for x in run() if id(x) not in known]
+    return [f"{list(x.shape)} {x.dtype}".replace("torch.", "") for x in new if x.untyped_storage().nbytes() >= LENGTH]
 
 
 def decode_copies_nothing(method: Method) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -46,6 +47,7 @@ SHAPES: dict[str, tuple[int, int, int | None]] = {
 }
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Allowed difference of logits by the model's element type. In bfloat16, numbers from 4 to 8 are 0.03 apart."""
+CONTAINERS = (list, tuple, set, frozenset, deque)
 EDGE = 0.05
 """Share of the quantization error that a comparison allows: a value between two codes may be rounded either way."""
 
@@ -160,8 +162,10 @@ def find_tensors(value: object, known: set[int] | None = None) -> Iterator[Tenso
         yield value
     elif id(value) not in known and not isinstance(value, Rope | type):
         known.add(id(value))
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        for part in (*inner, *vars(value).values()) if hasattr(value, "__dict__") else inner:
+        inner = list(value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ())
+        inner += vars(value).values() if hasattr(value, "__dict__") else ()
+        slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        for part in (*inner, *(getattr(value, name, None) for name in slots)):
             yield from find_tensors(part, known)
 
 

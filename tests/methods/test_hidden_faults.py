@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
 
 from kvbench.check import INVARIANTS
+from kvbench.store import LayerKV
 
 from .test_conformance import Honest
 
@@ -41,3 +43,67 @@ def test_a_method_that_compresses_the_first_sample_only_is_caught():
                 super().evict(kv, step)
 
     fails("runs are repeatable", FirstOnly(), "a second run differs")
+
+
+def test_a_store_that_counts_fewer_bytes_than_it_lists_is_caught():
+    """Half of the bytes are counted, and half are declared."""
+
+    class Half(LayerKV):
+        def nbytes(self):
+            return super().nbytes() // 2
+
+        def spare_bytes(self):
+            return super().spare_bytes() // 2
+
+        def bytes_for(self, layer, shape, entries):
+            return super().bytes_for(layer, shape, entries) // 2
+
+    @dataclass(frozen=True)
+    class HalfCounted(Honest):
+        def layer(self, index):
+            return Half()
+
+    fails("measured bytes are declared", HalfCounted(), r"Half.nbytes\(\) is \d+, and its tensors\(\) hold \d+ bytes")
+
+
+@pytest.mark.parametrize("hide", [lambda step: step, lambda step: deque([step.key])], ids=["a step", "a deque"])
+def test_a_store_that_keeps_entries_out_of_sight_is_caught(hide):
+    """A step has slots in place of a dictionary."""
+
+    class Hiding(LayerKV):
+        def append(self, step):
+            super().append(step)
+            if step.moment.in_context:
+                self.hidden = hide(step)
+
+    @dataclass(frozen=True)
+    class Hides(Honest):
+        def layer(self, index):
+            return Hiding()
+
+    fails("measured bytes are declared", Hides(), r"Hiding.hidden holds \d+ bytes that its tensors\(\) does not list")
+
+
+def test_a_method_that_keeps_copies_of_dropped_entries_is_caught():
+    """They are in a list of the module, where no store counts them."""
+
+    @dataclass(frozen=True)
+    class Hoards(Honest):
+        def evict(self, kv, step):
+            if step.moment.compresses:
+                LEFT_BEHIND.append(kv.keys.clone())
+            super().evict(kv, step)
+
+    fails("evicted entries are freed", Hoards(), r"\d+ tensors are still allocated when their session is closed")
+
+
+def test_a_method_that_ignores_its_budget_is_caught():
+    """It keeps twice as many entries, and declares them."""
+
+    @dataclass(frozen=True)
+    class Twice(Honest):
+        def entries_in(self, layer, window):
+            entries = super().entries_in(layer, window)
+            return None if entries is None else 2 * entries
+
+    fails("acts at its budget", Twice(), "it kept 60 entries per KV head, and its budget is 30")
