@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvbench.budget import Budget, BudgetKind
 from kvbench.check.trial import (
@@ -10,7 +11,9 @@ from kvbench.check.trial import (
     FORCED,
     FULL,
     LENGTH,
+    LIMIT,
     SHAPES,
+    TOLERANCE,
     NotApplicableError,
     allow_rounding,
     cut,
@@ -28,8 +31,11 @@ from kvbench.check.trial import (
     talk,
 )
 from kvbench.engine.agreement import FullCache
+from kvbench.engine.session import Session
 from kvbench.hf.tiny import permute_heads, tiny_model
 from kvbench.method import Method
+
+QUESTION = random_ids(11, seed=9)
 
 
 def identity_at_full_budget(method: Method) -> str:
@@ -74,12 +80,12 @@ def first_token_is_exact(method: Method) -> str:
 
 
 def chunks_do_not_matter(method: Method) -> str:
-    """The kept entries and the logits do not depend on the chunk size of the prefill.
+    """The kept entries and the logits do not depend on the chunk size of the prefill, or of a question.
 
     In 16 bits the model's own entries do, by a rounding, which may move a value to the next code and choose other
     entries to read. There, later logits are compared after chunks of the same entries, computed once.
     """
-    worst, shapes = 0.0, find_shapes(method)
+    worst, shapes = 0.0 if rounds_scores() else _compare_questions(method), find_shapes(method)
     for name, sizes in (("GQA", (1, 7, 50)), ("sliding window", (7, 50))):
         if name not in shapes:
             continue
@@ -106,6 +112,27 @@ def chunks_do_not_matter(method: Method) -> str:
                     most = cost if rounds else None
                     worst = max(worst, require_close(parts.score(FORCED), scores, f"after {what}", most=most))
     return f"chunks of 1, 7 and 50; worst logit difference {worst:.1e}"
+
+
+def _compare_questions(method: Method) -> float:
+    """The largest difference between the logits after a question that is run in chunks, and at once."""
+    model = tiny_model()
+
+    def ask(session: Session) -> Tensor:
+        session.question(QUESTION, LIMIT)
+        assert session.logits is not None
+        return session.logits
+
+    with open_at_budget(method, model) as whole:
+        whole.prefill(CONTEXT)
+        wanted = ask(whole)
+        rounds = method.budget_kind is BudgetKind.BITS or has_rounded(whole.effect())
+    with open_at_budget(method, model) as parts:
+        parts.prefill(CONTEXT)
+        parts.chunk = 4
+        found = ask(parts)
+    cost = allow_rounding(model, ask, wanted) if rounds else 0.0
+    return require_close(found, wanted, "a question in chunks of 4", max(10 * TOLERANCE[torch.float32], cost))
 
 
 def heads_may_be_permuted(method: Method) -> str:

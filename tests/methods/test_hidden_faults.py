@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from kvbench.check import INVARIANTS
+from kvbench.method import Moment
 from kvbench.store import LayerKV
 
 from .test_conformance import Honest
@@ -107,3 +108,17 @@ def test_a_method_that_ignores_its_budget_is_caught():
             return None if entries is None else 2 * entries
 
     fails("acts at its budget", Twice(), "it kept 60 entries per KV head, and its budget is 30")
+
+
+def test_a_question_that_attends_to_later_tokens_is_caught():
+    """Only after the context was compressed, in a method whose decode steps are not static."""
+
+    @dataclass(frozen=True)
+    class Foresees(Honest):
+        graphable = "its steps are not static"
+
+        def attend(self, kv, step):
+            later = step.moment is Moment.TURN_END and self.rows is not None
+            return kv.attend(replace(step, causal=False) if later else step)
+
+    fails("chunks do not matter", Foresees(), "a question in chunks of 4: logits differ")
