@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
-from kvbench.check.trial import NotApplicableError
+from kvbench.check.trial import NotApplicableError, UntestableError
 from kvbench.diffusion.policy import Policy
 from kvbench.hf.tiny import placed
 from kvbench.method import Method
@@ -79,6 +79,9 @@ def check(kind: type[Method], settings: dict[str, object] | None = None, device:
     """Test every invariant on a method. A failure or an exception becomes an outcome, never a traceback.
 
     device: `cpu` for models in float32, or `cuda` for models in bfloat16.
+
+    Raises:
+        UserError: the settings keep more entries than the test contexts have.
     """
     with placed(device, torch.float32 if device == "cpu" else torch.bfloat16):
         return _try_all(kind, settings or {})
@@ -94,6 +97,8 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
             detail, passed = trial(method), True
         except NotApplicableError as reason:
             detail, passed = f"not applicable: {reason}", True
+        except UntestableError:
+            raise
         except AssertionError as failure:
             detail, passed = (str(failure) or "an assertion failed") + _find_place(kind, failure), False
         except Exception as error:  # noqa: BLE001  # a user's method may raise anything

@@ -28,6 +28,10 @@ class NotApplicableError(Exception):
     """The invariant does not apply to this method, for the reason given."""
 
 
+class UntestableError(UserError):
+    """No invariant can be tested with these settings."""
+
+
 def random_ids(count: int, seed: int = 1) -> list[int]:
     """Tokens of a tiny model."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,11 +61,19 @@ def choose_budget(method: Method) -> Budget | None:
 
     Three quarters where heads differ by number: in a tiny model one head that keeps every entry already takes most of
     a quarter.
+
+    Raises:
+        UntestableError: the settings keep the whole context.
     """
     if method.budget_kind in (BudgetKind.NONE, BudgetKind.BITS, BudgetKind.PROMPT):
         return None
-    usual = LENGTH * 3 // 4 if method.card.heads == "indexed" else LENGTH // 4
-    return Budget("rows", min(LENGTH - 1, max(usual, method.minimum_entries() + 4)))
+    usual, least = LENGTH * 3 // 4 if method.card.heads == "indexed" else LENGTH // 4, method.minimum_entries()
+    if least >= LENGTH:
+        raise UntestableError(
+            f"{method.card.name} keeps at least {least} entries per KV head with its settings, and the contexts of the "
+            f"check have {LENGTH}. Use smaller settings with --set, of at most {LENGTH - 1} entries."
+        )
+    return Budget("rows", min(LENGTH - 1, max(usual, least + 4)))
 
 
 def find_shapes(method: Method) -> dict[str, tuple[int, int, int | None]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvbench.check import INVARIANTS
+from kvbench.check import INVARIANTS, check
+from kvbench.errors import UserError
 from kvbench.method import Moment
 from kvbench.store import LayerKV
 
@@ -122,3 +123,17 @@ def test_a_question_that_attends_to_later_tokens_is_caught():
             return kv.attend(replace(step, causal=False) if later else step)
 
     fails("chunks do not matter", Foresees(), "a question in chunks of 4: logits differ")
+
+
+def test_settings_that_keep_the_whole_context_are_refused():
+    """No invariant fails for them, and none passes: the message says what to set."""
+
+    @dataclass(frozen=True)
+    class Wide(Honest):
+        window: int = 32
+
+        def minimum_entries(self):
+            return self.window + 1
+
+    with pytest.raises(UserError, match=r"at least 201 entries .* have 120\. Use smaller settings with --set"):
+        check(Wide, {"window": 200})
