@@ -46,6 +46,7 @@ CLICK_ERROR: type[Exception] = next(x for x in typer.BadParameter.__mro__ if x._
 INTERRUPTED = 130
 RESUMED = ("run", "sweep", "reproduce", "explain")
 """Commands that save samples and continue when they are called again."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 AGAIN = "Run the same command to continue: saved samples are kept."
 
 app = typer.Typer(
@@ -141,6 +142,9 @@ def call(arguments: Sequence[str]) -> int:
     except CLICK_ERROR as error:
         return _stop(_explain(error), 2)
     except OSError as error:
+        if error.errno in FULL and error.filename is None:  # of a table or a line, to a file on a full disk
+            next_step = AGAIN if _is_resumed(arguments) else "Free space, or write it elsewhere."
+            return _stop(f"the output cannot be written: {error.strerror}. {next_step}", 1)
         if error.errno != errno.ENAMETOOLONG:
             raise
         name = max(str(error.filename).split("/"), key=len)

@@ -5,6 +5,7 @@ The answer is exit code 2 and one line, before any model is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from kvbench.cli import app
+from kvbench.cli import app, call
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 MISSING = "missing/path"
@@ -213,3 +214,16 @@ def test_a_number_that_no_float_holds_is_refused(kvbench, tmp_path):
         check_refusal(answer)
         assert "number 10000000000000000000... is too large" in answer.err
     assert kvbench("report", str(tmp_path / "runs"), "-o", str(tmp_path / "report.html")).code == 0
+
+
+def test_output_to_a_full_disk_ends_in_one_line(monkeypatch, capsys):
+    """With exit code 1: the command was right, and the disk failed."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("the system has no /dev/full")
+    with contextlib.suppress(OSError), full.open("w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert call(["list", "tasks"]) == 1
+    assert capsys.readouterr().err == (
+        "kvbench: the output cannot be written: No space left on device. Free space, or write it elsewhere.\n"
+    )
