@@ -24,6 +24,7 @@ from typing import Literal, cast
 
 from pydantic import ValidationError
 
+from kvbench.constraints import setting_types
 from kvbench.custom.task import read_task
 from kvbench.errors import UserError, suggest_file, unknown
 from kvbench.method import Method
@@ -279,6 +280,10 @@ def _load_file(text: str, *kinds: Kind) -> type:
             f"{path}: {chosen.__name__} does not define {', '.join(missing)}, which {chosen.__base__.__name__} leaves "
             f"to it. See docs/adding_a_{kinds[0]}.md."
         )
+    try:
+        setting_types(chosen)
+    except Exception as error:  # a type of a field that the file does not import
+        raise _broken(f"{kind} file '{path}'", path, error) from error
     if issubclass(chosen, Method):
         refuse_taken_name("method", chosen.card.name, path)
     return cast("type", chosen)

@@ -60,9 +60,12 @@ def configure(cls: type[T], given: Mapping[str, str], option: str, name: str) ->
             raise UserError(f"{name}: setting '{key}' has no default. Give it one.")
     try:
         return cls(**values)
-    except (ValueError, TypeError) as error:
-        given_text = " ".join(f"{key}={text}" for key, text in given.items())
-        raise UserError(f"{option} {given_text}: {error}. See `kvbench show {name}`.") from error
+    except UserError:
+        raise
+    except Exception as error:
+        given_text = " ".join([option, *(f"{key}={text}" for key, text in given.items())]) if given else name
+        detail = error if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{given_text}: {detail}. See `kvbench show {name}`.") from error
 
 
 def jsonable_settings(made: Method | Task) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_an_unknown_name_is_refused(name, message):
         ("x = 1\nraise SystemExit(3)\n", r"cannot be imported \(line 2\): SystemExit: 3\. Correct the file\."),
         (MINE.replace('name="my-method", title="Small keys", arxiv="2406.11430", ', "").replace('"independent"', "8"),
          r"\(line 21\): Card: name is missing; title is missing; arxiv is missing; heads = 8 should be 'indep"),
+        (MINE.replace("window: int", "window: Positive"), "cannot be imported: NameError: name 'Positive'"),
         (MINE.replace('"my-method"', '"snapkv"'),
          r"mine\.py names its method 'snapkv', which is a method of kvbench\. Give it another name\."),
         (MINE.replace('"my-method"', '"snapkv+adakv"'), "names its method 'snapkv\\+adakv', which is a"),
@@ -266,3 +267,19 @@ def test_a_setting_without_a_default_is_named(tmp_path):
     with pytest.raises(UserError, match=r"mine\.py: setting 'window' has no default\. Give it one\."):
         configure(found, {}, "--set", str(path))
     assert configure(found, {"window": "8"}, "--set", str(path)).settings == {"window": 8}
+
+
+def test_a_constructor_that_fails_is_refused():
+    """Whatever it raises: the file is the user's."""
+
+    @dataclass(frozen=True)
+    class Fails:
+        window: int = 32
+
+        def __post_init__(self):
+            raise KeyError("no such layer")
+
+    with pytest.raises(UserError, match=r"^mine: KeyError: 'no such layer'\. See `kvbench show mine`\.$"):
+        configure(Fails, {}, "--set", "mine")
+    with pytest.raises(UserError, match=r"^--set window=8: KeyError"):
+        configure(Fails, {"window": "8"}, "--set", "mine")
