@@ -101,14 +101,14 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
             raise
         except AssertionError as failure:
             detail, passed = (str(failure) or "an assertion failed") + _find_place(kind, failure), False
-        except Exception as error:  # noqa: BLE001  # a user's method may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's method may raise anything
             text = str(error).splitlines()[0] if str(error) else ""
             detail, passed = f"{type(error).__name__}: {text}{_find_place(kind, error)}", False
         outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))
     return outcomes
 
 
-def _find_place(kind: type[Method], error: Exception) -> str:
+def _find_place(kind: type[Method], error: BaseException) -> str:
     """The file and line of the method's own code that raised, or from which kvbench was called; empty: neither."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path]

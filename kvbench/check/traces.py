@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import get_annotations
 
 from torch import Tensor
 
@@ -14,7 +15,12 @@ from kvbench.method import Method
 
 
 def settings_are_frozen(method: Method) -> str:
-    """Settings cannot be changed on the object, and `fit` returns a new one."""
+    """Settings are fields and cannot be changed on the object, and `fit` returns a new one."""
+    own = vars(type(method))
+    plain = [name for name, hint in get_annotations(type(method)).items() if "ClassVar" not in str(hint)]
+    assert "__dataclass_fields__" in own or not plain, (
+        f"{' and '.join(plain)} cannot be set: decorate the class with @dataclass(frozen=True)"
+    )
     for name in method.settings:
         try:
             setattr(method, name, None)

@@ -137,3 +137,24 @@ def test_settings_that_keep_the_whole_context_are_refused():
 
     with pytest.raises(UserError, match=r"at least 201 entries .* have 120\. Use smaller settings with --set"):
         check(Wide, {"window": 200})
+
+
+def test_a_class_without_the_decorator_is_caught():
+    """Its annotation makes no field, so `--set` would not find the setting."""
+
+    class Undecorated(Honest):
+        window: int = 32
+
+    fails("settings are frozen", Undecorated(), "window cannot be set: decorate the class with @data")
+
+
+def test_a_method_that_exits_fails():
+    """The check goes on, and its exit code is not the method's."""
+
+    @dataclass(frozen=True)
+    class Exits(Honest):
+        def score(self, kv, step):
+            raise SystemExit(3)
+
+    found = {x.name: x.detail for x in check(Exits) if not x.passed}
+    assert found["acts at its budget"].startswith("SystemExit: 3 (test_hidden_faults.py, line ")
