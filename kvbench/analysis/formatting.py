@@ -23,6 +23,8 @@ WIDTH = 80
 """Characters per line of a table in a file or a pipe, if the longest word of each column fits."""
 WIDEST = 200
 """Most characters per line there."""
+LEAST = 16
+"""Fewest characters per line of the last cells of a list."""
 WORDS = re.compile(r"\[\S+, \S+\]|\S+")
 """Words, and intervals as one word each."""
 
@@ -97,6 +99,8 @@ def _wrap(cell: str, width: int) -> str:
 def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]], *, cut: bool = False) -> None:
     """Print rows on standard output under the headings of their groups, without rules, one line per row if it fits.
 
+    Where the last cells would have fewer than LEAST characters per line, they stand below the others.
+
     groups: rows by heading.
     cut: the last cell ends where the terminal does, instead of continuing on the next line.
     """
@@ -104,14 +108,19 @@ def print_list(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[st
     groups = {printable(key): [list(map(printable, row)) for row in rows] for key, rows in groups.items()}
     console = Console(markup=False, highlight=False)
     widths = [max(map(len, x)) + 2 for x in zip(columns, *chain.from_iterable(groups.values()), strict=True)][:-1]
-    room = (console.width if console.is_terminal else WIDEST) - sum(widths)
+    width = console.width if console.is_terminal else WIDEST
+    below = width - sum(widths) < LEAST
+    indent = 4 if below else sum(widths)
+    room = max(LEAST, width - indent)
 
     def write(cells: Sequence[str]) -> str:
         first = "".join(x.ljust(width) for x, width in zip(cells, widths, strict=False))
         last = cells[-1]
+        if below:
+            first = f"{first.rstrip()}\n{' ' * indent}" if last else first.rstrip()
         if cut:
             return first + (last if len(last) <= room else f"{last[:room - 1]}\N{HORIZONTAL ELLIPSIS}")
-        return first + f"\n{' ' * len(first)}".join(textwrap.wrap(last, room))
+        return first + f"\n{' ' * indent}".join(textwrap.wrap(last, room))
 
     console.print(write(columns), style="bold", soft_wrap=True)
     for heading, rows in groups.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvbench.analysis.formatting import print_table
+from kvbench.analysis.formatting import print_list, print_table
 from kvbench.analysis.load import load_run
 from kvbench.analysis.significance import UNADJUSTED
 from kvbench.cli.findings import _print_findings, _print_measured
@@ -121,3 +121,18 @@ def test_a_verdict_that_seems_to_contradict_its_interval_is_explained(kvbench):
     (found,) = answer.json["differences"]
     assert found["verdict"] == "not significant" and max(found["ci95"]) < 0
     assert UNADJUSTED in answer.out
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("width", [20, 40])
+def test_a_list_in_a_narrow_terminal_has_its_last_cells_below(width, cut, monkeypatch, capsys):
+    """Where the other columns leave no room for them; so no line is longer than the terminal."""
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.delenv("LINES", raising=False)
+    row = ("x" * (width - 2), "a summary of seven words, cut or not")
+    print_list(("name", "summary"), {"": [row]}, cut=cut)
+    lines = capsys.readouterr().out.splitlines()
+    assert row[0] in lines
+    assert lines[lines.index(row[0]) + 1].startswith("    a summary of")
+    assert max(map(len, lines)) <= width + 8  # with the codes of bold letters
