@@ -58,7 +58,8 @@ def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> Use
     message = f"unknown {kind} '{name}'."
     if FILE.search(name):
         return UserError(f"{message}{suggest_file(Path(name))} {hint}".strip())
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    swapped = [x for x in names if sorted(x) == sorted(name)]  # `--modle` is nearer to `--mode` than to `--model`
+    close = swapped or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         message += f" Did you mean '{close[0]}'?"
     if 0 < len(names) <= MOST_LISTED:

@@ -227,3 +227,9 @@ def test_output_to_a_full_disk_ends_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "kvbench: the output cannot be written: No space left on device. Free space, or write it elsewhere.\n"
     )
+
+
+def test_swapped_letters_are_nearer_than_one_left_out(capsys):
+    """`--modle` has all letters of `--model`, and one more than `--mode`."""
+    assert call(["run", "--method", "snapkv", "--task", "niah", "--modle", "mini"]) == 2
+    assert "unknown option '--modle'. Did you mean '--model'?" in capsys.readouterr().err
