@@ -275,18 +275,23 @@ def _load_file(text: str, *kinds: Kind) -> type:
         several = " and ".join(f"{x}s" for x in kinds)
         raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
     chosen = found[class_name] if class_name else next(iter(found.values()))
-    if missing := _left_open(chosen):
+    _refuse_unusable(chosen, kinds[0], path)
+    return cast("type", chosen)
+
+
+def _refuse_unusable(found: type, kind: Kind, path: Path) -> None:
+    """Refuse a class that would fail in a run, or whose results would be taken for another's (`UserError`)."""
+    if missing := _left_open(found):
         raise UserError(
-            f"{path}: {chosen.__name__} does not define {', '.join(missing)}, which {chosen.__base__.__name__} leaves "
-            f"to it. See docs/adding_a_{kinds[0]}.md."
+            f"{path}: {found.__name__} does not define {', '.join(missing)}, which its base class leaves to it. See "
+            f"docs/adding_a_{kind}.md."
         )
     try:
-        setting_types(chosen)
+        setting_types(found)
     except Exception as error:  # a type of a field that the file does not import
         raise _broken(f"{kind} file '{path}'", path, error) from error
-    if issubclass(chosen, Method):
-        refuse_taken_name("method", chosen.card.name, path)
-    return cast("type", chosen)
+    if issubclass(found, Method):
+        refuse_taken_name("method", found.card.name, path)
 
 
 def refuse_taken_name(kind: Kind, name: str, path: Path) -> None:

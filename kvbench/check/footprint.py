@@ -120,7 +120,7 @@ def evicted_entries_are_freed(method: Method) -> str:
 
 
 def _find_left(method: Method) -> list[str]:
-    """What a session leaves allocated that an earlier one of the same context did not make: sizes and types."""
+    """Sizes and types of tensors that a session leaves allocated, and that an earlier one did not make."""
     model = tiny_model()
     fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
 
