@@ -124,9 +124,9 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(("kind", "text", "missing"), [
-    ("method", MINE.replace("def score(", "def scores("), "MyMethod does not define score, which its base class leaves"),
+    ("method", MINE.replace("def score(", "def scores("), "MyMethod does not define score, which its base"),
     ("task", "from kvbench.task import Task\nclass Mine(Task):\n    name = 'mine'\n",
-     "Mine does not define minimum_length, prompt_id, which its base class"),
+     "Mine does not define minimum_length, prompt_id, which its base"),
 ])
 def test_a_class_without_a_function_that_it_must_define_is_refused(tmp_path, kind, text, missing):
     """Before a run, and not by a sample that gets None."""
@@ -270,7 +270,7 @@ def test_a_setting_without_a_default_is_named(tmp_path):
 
 
 def test_a_constructor_that_fails_is_refused():
-    """Whatever it raises: the file is the user's."""
+    """The file is the user's, and may raise anything."""
 
     @dataclass(frozen=True)
     class Fails:
