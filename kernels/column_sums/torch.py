@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.column_sums.repeated import is_repeated, repeated_maxima, repeated_sums
-from kvbench.kernels.dense_attention.torch import visible_entries
+from kvbench.kernels.dense_attention.torch import hide_unseen
 
 
 def column_sums(
@@ -83,11 +83,8 @@ def _blocks(
         logits = float_products(some.flatten(2, 3), keys[:, :, :high]).unflatten(2, some.shape[2:4]) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if n_query > 1 or window is not None:
-            where = None if positions is None else positions[:, :, :high]
-            first = seen - n_query + start
-            mask = visible_entries(before + start, stop - start, high, window, where, first, keys.device)
-            logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+        where = None if positions is None else positions[:, :, :high]
+        logits = hide_unseen(logits, before + start, window, where, seen - n_query + start)
         if sinks is not None:
             column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, column], dim=-1)

@@ -153,6 +153,17 @@ def visible_entries(
     return mask & (query + first - positions[:, :, None, :] < window)
 
 
+def hide_unseen(
+    logits: Tensor, before: int | Tensor, window: int | None, positions: Tensor | None, first: int | Tensor
+) -> Tensor:
+    """Logits, -inf where a query does not attend to an entry. [B, H_kv, G, T, N]; arguments of `visible_entries`."""
+    n_query, n_key = logits.shape[-2:]
+    if n_query == 1 and window is None and not isinstance(before, Tensor) and before >= n_key - 1:
+        return logits  # one query, which attends to all entries
+    mask = visible_entries(before, n_query, n_key, window, positions, first, logits.device)
+    return logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+
+
 def explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     sinks: Tensor | None,

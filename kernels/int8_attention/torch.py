@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, visible_entries
+from kvbench.kernels.dense_attention.torch import QUERY_BLOCK, hide_unseen
 
 ENTRY_BLOCK = 2048
 LEVELS = 127
@@ -64,8 +64,7 @@ def _attend(
         logits = logits * (key_scale[:, :, None, None, entries].float() * scale)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        mask = visible_entries(before - low, n_query, entries.stop - low, window, None, 0, query.device)
-        logits = logits.masked_fill(~mask, -torch.inf)
+        logits = hide_unseen(logits, before - low, window, None, 0)
         peak = torch.maximum(top, logits.amax(-1)).clamp_min(torch.finfo(torch.float32).min)
         weights = torch.exp(logits - peak[..., None])
         shrink = torch.exp(top - peak)

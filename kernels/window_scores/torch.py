@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.blocks import float_products
-from kvbench.kernels.dense_attention.torch import visible_entries
+from kvbench.kernels.dense_attention.torch import hide_unseen
 
 ENTRY_BLOCK = 4096
 
@@ -46,13 +46,9 @@ def window_weights(
         block = float_products(grouped, keys[:, :, low:high]) * scale
         if softcap is not None:
             block = softcap * torch.tanh(block / softcap)
-        by_query: Tensor = block.unflatten(2, (-1, n_query))  # [B, H_kv, G, w, n]
-        if n_query == 1 and window is None:
-            return by_query
+        by_query = block.unflatten(2, (-1, n_query))  # [B, H_kv, G, w, n]
         where = None if positions is None else positions[:, :, low:high]
-        mask = visible_entries(n_key - n_query - low, n_query, high - low, window, where, seen - n_query, keys.device)
-        mask = mask if mask.dim() == 2 else mask[:, :, None]  # [B, H_kv, 1, w, n]
-        return by_query.masked_fill(~mask, -torch.inf)
+        return hide_unseen(by_query, n_key - n_query - low, window, where, seen - n_query)
 
     blocks = [(low, min(low + ENTRY_BLOCK, n_key)) for low in range(0, n_key, ENTRY_BLOCK)]
     first = logits(*blocks[0])
