@@ -6,7 +6,7 @@ They are drawn when the site is built, so pages show them without a script, in p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.analysis.metrics import Metric
@@ -42,20 +42,20 @@ class Scale:
     widest: float
     low: float
     high: float
-    exponential: bool = False
-    """Whether scores are shown as their exponentials, as everywhere on the site."""
+    show: Callable[[float], float] = float
+    """A score as it is shown."""
 
     @classmethod
     def of(cls, axis: Axis, rows: Iterable[RankedRun]) -> Scale:
         """The scale on which all rows fit, with room at the left; sizes at least from 0.4 to 1, scores from 0 to 1."""
-        sizes, scores, exponential = [0.5, 1.0], [0.0, 1.0], False
+        sizes, scores, show = [0.5, 1.0], [0.0, 1.0], cls.show
         for x in rows:
             score, size = x.result.score, axis.measure(x.result)
             if score.mean is not None and size is not None:
                 sizes.append(size)
                 scores += [score.mean, *(score.ci95 or ())]
-                exponential = Metric.of(score).exponential
-        return cls(axis, max(LEAST_SIZE, ROOM * min(sizes)), max(sizes), min(scores), max(scores), exponential)
+                show = Metric.of(score).scale
+        return cls(axis, max(LEAST_SIZE, ROOM * min(sizes)), max(sizes), min(scores), max(scores), show)
 
     def across(self, size: float) -> float:
         """Horizontal position of a size, on a logarithmic axis."""
@@ -124,10 +124,7 @@ class Panel:
     def levels(self) -> list[tuple[float, str]]:
         """Positions and labels of the vertical axis."""
         low, high = self.scale.low, self.scale.high
-        return [
-            (self.scale.up(x), f"{math.exp(min(x, 700.0)) if self.scale.exponential else x:.3g}")
-            for x in (low, (low + high) / 2, high)
-        ]
+        return [(self.scale.up(x), f"{self.scale.show(x):.3g}") for x in (low, (low + high) / 2, high)]
 
 
 def draw_families(group: Group, labels: Mapping[str, str]) -> list[tuple[Axis, list[Panel]]]:
