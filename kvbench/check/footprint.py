@@ -17,6 +17,7 @@ from kvbench.check.trial import (
     choose_budget,
     find_shapes,
     find_tensors,
+    fit_at_budget,
     open_at_budget,
     open_session,
     random_ids,
@@ -122,7 +123,7 @@ def evicted_entries_are_freed(method: Method) -> str:
 def _find_left(method: Method) -> list[str]:
     """Sizes and types of tensors that a session leaves allocated, and that an earlier one did not make."""
     model = tiny_model()
-    fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
+    fitted = fit_at_budget(method, model)
 
     def run() -> list[Tensor]:
         with Session(model, fitted, capacity=LENGTH + 200) as session:

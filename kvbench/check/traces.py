@@ -7,7 +7,7 @@ from inspect import get_annotations
 
 from torch import Tensor
 
-from kvbench.check.trial import CONTEXT, FORCED, LENGTH, choose_budget, open_at_budget, random_ids, talk
+from kvbench.check.trial import CONTEXT, FORCED, LENGTH, choose_budget, fit_at_budget, open_at_budget, random_ids, talk
 from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.hf.tiny import tiny_model
@@ -36,7 +36,7 @@ def settings_are_frozen(method: Method) -> str:
 def runs_are_repeatable(method: Method) -> str:
     """Two samples of one run, for which the method is fitted once, are bit-identical, with another one in between."""
     model = tiny_model()
-    fitted = method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
+    fitted = fit_at_budget(method, model)
 
     def run(seed: int) -> tuple[Tensor, list[list[list[int]]], Tensor]:
         with Session(model, fitted, capacity=LENGTH + 200) as session:

@@ -106,6 +106,11 @@ def open_at_budget(
     return open_session(method, model, choose_budget(method), chunk=chunk, track=track, recording=recording)
 
 
+def fit_at_budget(method: Method, model: Model) -> Method:
+    """The method of a run, fitted once for all samples to a budget at which it must act."""
+    return method.bind(model).fit(choose_budget(method), model.shape(LENGTH))
+
+
 def talk(session: Session, *, reference: bool = True) -> list[Tokens]:
     """Three turns of different lengths."""
     return [

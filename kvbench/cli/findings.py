@@ -93,7 +93,7 @@ def measure_findings(name: str, model: str, texts: int | None, out: Path, *, dry
     from kvbench.text.stdlib import library, name_revision
 
     loaded = load_model(model)
-    if loaded.kind != "autoregressive" or not all(x.trusted and x.movable for x in loaded.ropes):
+    if loaded.kind != "autoregressive" or not loaded.entries_move:
         raise UserError(f"{model} has no causal attention with rotary embeddings that kvbench can invert. Use another.")
     if len(loaded.layers) < LAYERS:
         raise UserError(f"{model} has {len(loaded.layers)} layers. These findings need {LAYERS}: use another model.")

@@ -65,7 +65,7 @@ def refuse_unfit(model: Model) -> None:
     """Refuse models whose layers forget entries, or whose entries cannot be moved (`UserError`)."""
     if any(x.window is not None for x in model.layers):
         raise UserError(f"{model.id} has sliding windows, and entries cannot be reused there. Use a model without.")
-    if not all(x.trusted and x.movable for x in model.ropes):
+    if not model.entries_move:
         raise UserError(
             f"{model.id} learned its positions, or they are not understood, and its entries cannot be reused at other "
             "positions. Use a model with rotary embedding."

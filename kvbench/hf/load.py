@@ -115,6 +115,11 @@ class Model:
         return str(self.module.dtype).removeprefix("torch.")
 
     @property
+    def entries_move(self) -> bool:
+        """Whether KV entries can be moved to other positions: the rotation of every layer is understood."""
+        return all(x.trusted and x.movable for x in self.ropes)
+
+    @property
     def width(self) -> int:
         """Channels of the hidden states."""
         width: int = self.module.config.get_text_config().hidden_size

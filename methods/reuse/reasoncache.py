@@ -113,7 +113,7 @@ class ReasonCache(Method):
 
     def bind(self, model: Model) -> Self:
         """Find the prefix's weights, or train it (`UserError`: its keys cannot be moved on this model)."""
-        if not all(x.trusted and x.movable for x in model.ropes):
+        if not model.entries_move:
             raise UserError(
                 f"reasoncache moves keys to the positions before the text, which {model.id} does not allow: its "
                 "positions are learned, or not understood. Use a model with rotary embedding."
