@@ -134,7 +134,7 @@ class ChosenKV(SelectiveKV):
             places = (batch * heads + head) * block.capacity + entry
             keys, values = (block.tensors[x].flatten(0, 2).index_select(0, places) for x in ("key", "value"))
             return keys, values
-        # By number: each index by a mask would wait for the device.
+        # By integers: an index by a mask makes the host wait for the device.
         apart, near = (x.nonzero()[:, 0] for x in (entry < self.apart, entry >= self.apart))
         later = batch[near], head[near], entry[near] - self.apart
         places = (batch * self.keys.shape[1] + head) * self.apart + entry
