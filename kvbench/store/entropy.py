@@ -53,18 +53,18 @@ def boundaries(tables: Tensor) -> Tensor:
 def encode(symbols: Tensor, counts: Tensor, cuts: Tensor) -> Streams:
     """Encode streams. symbols: [S, T], of which the first counts[s] are the stream's; cuts: [S, size + 1]"""
     assert symbols.shape[1] <= MOST_WORDS, "a stream's length is stored in 16 bits"
+    low = cuts.gather(1, symbols.long()).mT.contiguous()  # [T, S]
+    frequency = cuts.gather(1, symbols.long() + 1).mT - low
     state = torch.full((len(symbols),), TOTAL, dtype=torch.int64, device=symbols.device)
-    words = torch.zeros(symbols.shape[1], len(symbols), dtype=torch.int64, device=symbols.device)
-    made = torch.zeros_like(words, dtype=torch.bool)
-    by_time = symbols.long().mT.contiguous()
-    for t in reversed(range(len(by_time))):
-        low = cuts.gather(1, by_time[t, :, None])[:, 0]
-        frequency = cuts.gather(1, by_time[t, :, None] + 1)[:, 0] - low
+    words, made = torch.zeros_like(low), torch.zeros_like(low, dtype=torch.bool)
+    for t in reversed(range(len(low))):
         inside = counts > t
-        made[t] = inside & (state >= frequency << BITS)
+        made[t] = inside & (state >= frequency[t] << BITS)
         words[t] = state & (TOTAL - 1)
         shifted = torch.where(made[t], state >> BITS, state)
-        state = torch.where(inside, ((shifted // frequency) << BITS) + shifted % frequency + low, state)
+        quotient = shifted.div(frequency[t], rounding_mode="trunc")  # `//` rounds down, which is slower
+        remainder = shifted - quotient * frequency[t]
+        state = torch.where(inside, (quotient << BITS) + remainder + low[t], state)
     return Streams(
         words.mT[made.mT].to(torch.uint16).view(torch.int16), made.sum(0).to(torch.int16),
         state.to(torch.uint32).view(torch.int32),
@@ -80,7 +80,7 @@ def decode(streams: Streams, counts: Tensor, cuts: Tensor) -> Tensor:
     upper = cuts[:, 1:].contiguous()
     for t in range(len(found)):
         slot = state & (TOTAL - 1)
-        symbol = (upper <= slot[:, None]).sum(1, keepdim=True)
+        symbol = torch.searchsorted(upper, slot[:, None], right=True)
         low = cuts.gather(1, symbol)[:, 0]
         left = (cuts.gather(1, symbol + 1)[:, 0] - low) * (state >> BITS) + slot - low
         inside = counts > t
