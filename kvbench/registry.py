@@ -110,6 +110,8 @@ def find_method(name: str) -> type[Method]:
     """
     inner, plus, outer = name.rpartition("+")
     if plus and "/" not in outer and ".py" not in outer:
+        if not inner or not outer:
+            raise UserError(f"method '{name}' lacks a name beside its '+'. Write two, for example 'snapkv+kivi'.")
         return find_method(outer).over(find_method(inner))
     return cast("type[Method]", _find("method", name))
 

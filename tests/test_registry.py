@@ -87,6 +87,8 @@ def test_listing_imports_no_torch():
     ("name", "message"),
     [
         ("snapkw", r"unknown method 'snapkw'\. Did you mean 'snapkv'\? See `kvbench list methods`"),
+        ("snapkv+", r"method 'snapkv\+' lacks a name beside its '\+'\. Write two"),
+        ("+kivi", "lacks a name beside its"),
         ("missing.py", "method file 'missing.py' does not exist"),
         ("no/such/name", "method file 'no/such/name' does not exist"),
         (f"{TOYS}:Lats", r"unknown method class 'Lats'\. Did you mean 'Last'\? Allowed: Inert, Last"),

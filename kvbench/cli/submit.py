@@ -47,8 +47,8 @@ def submit_command(
 ) -> int:
     """Pack runs, verify them locally (level L0), and deliver them to a leaderboard.
 
-    Nothing is delivered unless every run can be packed. A run that would be refused is not delivered; then the exit
-    code is 1.
+    Nothing is delivered unless every run can be packed. A run that would be refused is not delivered. The exit code is
+    then 1, and also if the server refused a run.
     """
     from kvbench.analysis.load import find_runs
     from kvbench.leaderboard.submission.bundle import pack_run
@@ -95,7 +95,7 @@ def submit_command(
             {"delivered": x, **record.model_dump(mode="json")} for x, record in zip(delivered, records, strict=True)
         ]
         print_json(documents[0] if len(documents) == 1 else documents)
-    return 0 if None not in delivered else 1
+    return 1 if any(x is None or x.get("status") == "refused" for x in delivered) else 0
 
 
 def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -> dict[str, Any]:
