@@ -1,4 +1,4 @@
-"""Partial attention over e4m3 numbers, which are converted one head at a time."""
+"""Partial attention over e4m3 numbers, which are converted one head at a time, or all at once if they are few."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
+from kvbench.kernels.blocks import BLOCK_ELEMENTS
 from kvbench.kernels.pack.torch import look_up
-from kvbench.kernels.ragged_attention.torch import Partial, ragged_partial
+from kvbench.kernels.ragged_attention.torch import Partial, dense_partial, ragged_partial
 
 
 def cast_partial(
@@ -21,6 +22,10 @@ def cast_partial(
     of every number, [1] or [H_kv] float32; None: 1. start: the position of the first entry.
     """
     kv_heads, count = keys.shape[1:3]
+    if query.shape[2] == 1 and window is None and keys.numel() <= BLOCK_ELEMENTS:  # one product for all heads
+        key, value = ((from_e4m3(x) * (1.0 if factor is None else factor[:, None, None])).to(query.dtype)
+                      for x, factor in ((keys, key_scale), (values, value_scale)))
+        return dense_partial(query, key, value, scale=scale, seen=seen, softcap=softcap)
     at = None if window is None else torch.arange(start, start + count, device=keys.device)
     parts = []
     for b, queries in enumerate(query[:, None]):  # [1, H_q, T, D]

@@ -173,10 +173,12 @@ class CodedKV(LayerKV):
             recent = (self.recent[name].entries for name in self._coders)
             parts.append(dense_partial(step.query, *recent, positions=None, **options))
             return merge_partials(parts, step.sinks).to(step.query.dtype)
-        before = self.n - step.query.shape[2]
+        own = step.query.shape[2]
+        before = self.n - (own if own > 1 else 0)  # a single query sees its own entry like the ones before it
         parts = self._first(query, options) + self._earlier(query, before, options)
-        own_keys, own_values = (x.to(query.dtype) for x in self.decode(before, self.n))
-        parts.append(dense_partial(query, own_keys, own_values, positions=None, **options))
+        if before < self.n:
+            own_keys, own_values = (x.to(query.dtype) for x in self.decode(before, self.n))
+            parts.append(dense_partial(query, own_keys, own_values, positions=None, **options))
         return values.back(merge_partials(parts, step.sinks)).to(step.query.dtype)
 
     def _earlier(self, query: Tensor, before: int, options: dict[str, Any]) -> list[Partial]:
