@@ -110,7 +110,7 @@ class Method:
 
     card: ClassVar[Card]
     graphable: ClassVar[str | None] = None
-    """None: one decode step has static shapes, and many at once are the same. Otherwise the reason why not."""
+    """None: one decode step has static shapes. Otherwise the reason why not."""
     recompressible: ClassVar[str | None] = None
     """None: it may be asked to compress again after every question. Otherwise why that is refused."""
     replays_context: ClassVar[bool] = False
@@ -166,6 +166,11 @@ class Method:
                 f"{self.card.name} is not bound to a model: its {' and '.join(missing)} are found on one. Use "
                 "method.bind(model).fit(budget, shape), and open the session with that."
             )
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether several tokens at once differ from steps of one; those of static shapes do not unless they evict."""
+        return self.graphable is not None
 
     @property
     def budget_kind(self) -> BudgetKind:

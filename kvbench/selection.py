@@ -90,7 +90,12 @@ class RollingMethod(Method):
     """Drops the worst entries at the end of the context and after every later forward; its stores are `bounded`."""
 
     recompressible: ClassVar[str | None] = "the worst entries are dropped after every forward as it is."
-    graphable: ClassVar[str | None] = "an entry is dropped in every step, and the store counts its entries on the host."
+    graphable: ClassVar[str | None] = "an entry is dropped in every step, by a score that may use numbers of the host."
+
+    @property
+    def stepwise(self) -> bool:
+        """True: every step drops by its own scores."""
+        return True
 
     @abstractmethod
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:

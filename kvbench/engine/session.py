@@ -246,8 +246,8 @@ class Session(Stores):
     def force(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Append these tokens and return the logits that predict each of them (teacher forcing). [B, T, V]
 
-        The logits equal those of decode steps. Methods without a static decode step may evict or quantize entries at
-        every step, so their tokens are run one at a time; for all others one forward pass gives the same logits.
+        The logits equal those of decode steps. `stepwise` methods may evict or quantize entries at every step, so their
+        tokens are run one at a time; for all others one forward pass gives the same logits.
         """
         return finish(self.force_passes(ids))
 
@@ -259,7 +259,7 @@ class Session(Stores):
         """Force tokens in chunks, to bound the memory of logits; joins `take(chunk, logits that predict it)`."""
         assert self.logits is not None, "prefill first"
         pending = self._ids(self.pending)
-        stepwise = self.method.graphable is not None
+        stepwise = self.method.stepwise
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
         self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:

@@ -201,13 +201,13 @@ class Stores:
         """Give all later steps the same shapes, with positions and lengths on the device, for CUDA graphs.
 
         Raises:
-            UserError: the method has no static decode step.
+            UserError: the method, or one of the stores, has no static decode step.
         """
         if self.method.graphable is not None:
             raise UserError(f"{self.method.card.name} has no static decode step: {self.method.graphable}")
-        self._static = torch.tensor(self.seen, device=self.model.device)
         for store in self.layers:
             store.make_static()
+        self._static = torch.tensor(self.seen, device=self.model.device)
 
     def memory(self) -> CacheBytes:
         """Bytes of the cache right after compression and now."""

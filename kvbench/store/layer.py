@@ -196,9 +196,18 @@ class LayerKV(DenseKV):
         self.state = {}
 
     def make_static(self) -> None:
-        """From now on every step has the same shapes: the length lives on the device, masks do the rest."""
+        """From now on every step has the same shapes: the length lives on the device, masks do the rest.
+
+        A bounded store that has reached its budget drops an entry for each one that it adds, so its steps are static.
+
+        Raises:
+            UserError: it has not reached it, or it counts positions in a window, which the host knows.
+        """
         if self.bounded:
-            raise UserError("a store that drops entries while decoding has no static steps: set `graphable`.")
+            if not self.dropped or self._window is not None:
+                why = "has a sliding window" if self.dropped else "has dropped no entry yet, so it grows"
+                raise UserError(f"a store that drops entries in place {why}: it has no static steps.")
+            return
         assert self._buffer is not None
         if self._buffer.is_shared(self):
             self._reallocate(self._buffer.capacity)

@@ -42,6 +42,8 @@ class H2O(RollingMethod):
         limits=("Sums favor early tokens, which more queries see. This is the paper's score; others normalize it.",),
     )
 
+    graphable: ClassVar[str | None] = None
+
     def minimum_entries(self) -> int:
         """One heavy hitter and one recent entry."""
         return 2
@@ -53,5 +55,5 @@ class H2O(RollingMethod):
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Accumulated attention of each entry; infinite for recent ones. [B, H_kv, n]"""
         assert kv.positions is not None
-        recent = kv.positions >= step.seen - round(entries * self.recent)
+        recent = kv.positions > step.positions[:, None, -1:] - round(entries * self.recent)
         return kv.scores.masked_fill(recent, torch.inf)

@@ -63,6 +63,8 @@ class Keyformer(RollingMethod):
         ),
     )
 
+    graphable: ClassVar[str | None] = None
+
     def minimum_entries(self) -> int:
         """One entry to choose and one recent entry."""
         return 2
@@ -81,7 +83,7 @@ class Keyformer(RollingMethod):
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Accumulated scores; infinite for recent entries. [B, H_kv, n]"""
         assert kv.positions is not None
-        recent = kv.positions >= step.seen - round(entries * self.recent)
+        recent = kv.positions > step.positions[:, None, -1:] - round(entries * self.recent)
         return kv.get_entry_state("score").masked_fill(recent, torch.inf)
 
     def noisy_sums(self, kv: LayerKV, step: Step) -> Tensor:
@@ -101,22 +103,22 @@ class Keyformer(RollingMethod):
             positions = kv.positions[:, :, :high]
             first = step.seen - count + start
             mask = visible_entries(before + start, stop - start, high, step.window, positions, first, keys.device)
-            logits = logits + self.draw_noise(step, range(first, first + stop - start), positions)
-            after = torch.arange(first, first + stop - start, device=keys.device) - self.length + 1
-            logits = logits / (self.temperature + self.rise * after.clamp_min(0))[:, None]
+            asked = step.positions[0, start:stop]
+            logits = logits + self.draw_noise(step, asked, positions)
+            after = (asked - self.length + 1).clamp_min(0)
+            logits = logits / (self.temperature + self.rise * after)[:, None]
             logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
             sums[:, :, :high] += logits.softmax(-1).sum((2, 3))
         return sums
 
-    def draw_noise(self, step: Step, queries: range, positions: Tensor) -> Tensor:
+    def draw_noise(self, step: Step, queries: Tensor, positions: Tensor) -> Tensor:
         """Gumbel noise by query head, query and key, the same wherever a pair occurs. [B, H_kv, G, t, n]
 
-        queries: positions of the queries. positions: of the keys, [B, H_kv, n].
+        queries: positions of the queries, [t]. positions: of the keys, [B, H_kv, n].
         """
         device, heads, kv_heads = positions.device, step.query.shape[1], positions.shape[1]
         group = torch.arange(heads, device=device).view(1, kv_heads, -1, 1, 1)
-        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        pair = (query << QUERY_BIT) + (group << HEAD_BIT) + positions[:, :, None, None].long()  # [B, H_kv, G, t, n]
+        pair = (queries[:, None] << QUERY_BIT) + (group << HEAD_BIT) + positions[:, :, None, None].long()
         drawn = mix(pair + seed_of(self.seed, step.layer)) & DRAWN
         uniform = (drawn.float() + 0.5) / (DRAWN + 1)
         return -(-uniform.log()).log()

@@ -52,7 +52,11 @@ class StreamingLLM(Method):
     )
 
     recompressible: ClassVar[str | None] = "the oldest entries are already dropped after every forward pass."
-    graphable: ClassVar[str | None] = "an entry is dropped in every step, and the host counts the entries."
+
+    @property
+    def stepwise(self) -> bool:
+        """True: every step drops the oldest entry."""
+        return True
 
     def minimum_entries(self) -> int:
         """The sinks and one recent entry."""
@@ -86,7 +90,7 @@ class StreamingLLM(Method):
         """Attention with the sinks rotated to their distance in the cache. [B, H_q, T, D_v]"""
         if "sinks" in kv.state:
             original = kv.state["sinks"]
-            gone = torch.full_like(step.positions[:, :1], step.seen - kv.n).expand(-1, original.shape[2])
+            gone = (step.positions[:, -1:] + 1 - kv.n).expand(-1, original.shape[2])
             kv.keys[:, :, : original.shape[2]] = step.rope.shift(original, gone)
         return kv.attend(step)
 

@@ -34,6 +34,8 @@ class TOVA(RollingMethod):
         limits=("No entry is protected, not even the newest.",),
     )
 
+    graphable: ClassVar[str | None] = None
+
     def layer(self, index: int) -> LayerKV:
         """A store in which entries are dropped in place."""
         return LayerKV(bounded=True)

@@ -91,7 +91,7 @@ class Verified(Method):
         """Draft and verify in rounds."""
         return speculate(
             session, partial(draft_with, session, self.drafter), self.draft_length, max_new_tokens, stop,
-            stepwise=self.drafter.graphable is not None, follow=self.follow,
+            stepwise=self.drafter.stepwise, follow=self.follow,
         )
 
     def target(self, session: Session) -> Session | None:

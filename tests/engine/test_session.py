@@ -21,8 +21,11 @@ from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.keyformer import Keyformer
+from kvbench.methods.eviction.random_decode import RandomDecode
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
+from kvbench.methods.eviction.tova import TOVA
 from kvbench.methods.quantization.full_int8 import FullInt8
 
 NO_STOP: frozenset[int] = frozenset()
@@ -485,22 +488,47 @@ def test_a_peek_at_a_value_is_caught():
             step_logits(session, torch.zeros(1, 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("method", [H2O(), StreamingLLM()], ids=["h2o", "streaming-llm"])
-def test_methods_that_cannot_be_static_say_why(method):
-    """If entries are evicted while decoding, `make_static` refuses with the method's name and reason."""
-    with open_static(tiny_model(), method, static=False) as session, pytest.raises(UserError, match=method.card.name):
+ROLLING = [H2O(), TOVA(), Keyformer(), StreamingLLM(), StreamingLLM(positions="original")]
+
+
+@pytest.mark.parametrize("method", ROLLING, ids=lambda x: x.card.name)
+def test_a_recorded_step_that_evicts_replays(method, new_tape):
+    """A step that adds one entry and drops another, recorded once, equals later eager steps; nothing grows."""
+    model = tiny_model()
+    static, eager = open_static(model, method), open_static(model, method, static=False)
+    tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
+    with static, eager:
+        token, tape, held = tokens[0].clone(), new_tape(), [x.nbytes() for x in static.layers]
+        with tape:
+            logits = step_logits(static, token)
+        assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
+        for x in tokens[1:]:
+            token.copy_(x)
+            tape.replay()
+            assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
+        assert [x.nbytes() for x in static.layers] == held
+
+
+def test_a_method_that_cannot_be_static_says_why():
+    """`make_static` refuses with the method's name and reason."""
+    method = RandomDecode(window=4)
+    with open_static(tiny_model(), method, static=False) as session, pytest.raises(UserError, match="random-decode"):
         session.make_static()
     assert method.graphable
 
 
-def test_stores_refuse_to_be_static_too():
-    """A store that evicts or scores entries while decoding refuses to be static, whatever its method declares."""
-
-    class Forgetful(H2O):
-        graphable = None
-
-    with open_static(tiny_model(), Forgetful(), static=False) as session, pytest.raises(UserError, match="static"):
-        session.make_static()
+@pytest.mark.parametrize(("model", "rows", "reason"), [
+    (tiny_model(), 60, "has dropped no entry yet, so it grows"),
+    (tiny_model(4, 2, 12), 10, "has a sliding window"),
+])
+def test_a_store_that_evicts_refuses_to_be_static(model, rows, reason):
+    """Where the host's number of entries grows, or positions in a window are the host's."""
+    with Session(model, fitted(H2O(), model, 40, rows), capacity=70) as session:
+        session.prefill(CONTEXT)
+        session.forward(torch.tensor([FIRST]), Moment.TURN_END)
+        with pytest.raises(UserError, match=reason):
+            session.make_static()
+        assert not session.is_static
 
 
 def test_a_full_static_session_refuses_steps():
