@@ -12,6 +12,7 @@ from kvbench.kernels.ragged_attention.torch import Partial
 def cast_partial(
     query: Tensor, keys: Tensor, values: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, *,
     scale: float, seen: int, start: int = 0, window: int | None = None, softcap: float | None = None,
+    length: Tensor | None = None,
 ) -> Partial:
     """Partial attention over adjacent entries that all precede the queries; see `torch.cast_partial`.
 
@@ -20,10 +21,12 @@ def cast_partial(
     group = query.shape[1] // keys.shape[1]
     if key_scale is not None:
         query = (query.float() * _by_head(key_scale, group)).to(query.dtype)
-    own = seen - query.shape[2] - start + torch.arange(query.shape[2], device=query.device)
+    own = None  # the last entries
+    if length is None:
+        own = seen - query.shape[2] - start + torch.arange(query.shape[2], device=query.device)
     output, lse = attend(
         query, keys, values, keys.shape[1], scale=scale * UNIT, seen=seen, window=window, softcap=softcap,
-        causal=False, at=own,
+        length=length, causal=False, at=own,
     )
     return Partial(output * (UNIT if value_scale is None else UNIT * _by_head(value_scale, group)), lse)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
+from kvbench.errors import UserError
 from kvbench.kernels.blocks import GPU_BLOCKS
 from kvbench.kernels.cast_attention import cast_partial
 from kvbench.kernels.packed_attention import packed_partial
@@ -108,6 +109,16 @@ class CodedKV(LayerKV):
         for name, x in self._entries(step).items():
             self.recent[name].append(x if x.dim() == 4 else x[..., None])
 
+    def make_static(self) -> None:
+        """As the base class does; only for codes whose kernel takes a length on the device.
+
+        Raises:
+            UserError: the codes are no casts.
+        """
+        if any(x.casts(self._parts(kind, 0, self.n)) is None for kind, x in self._coders.items()):
+            raise UserError("codes that are decoded in blocks have no static steps.")
+        super().make_static()
+
     def flush(self) -> None:
         """Encode the exact entries that fill whole blocks, after the attention of their turn."""
         waiting = self._total - self.n
@@ -187,6 +198,10 @@ class CodedKV(LayerKV):
         first = 0 if window is None else max(0, self._total - query.shape[2] - window + 1)
         if before <= first:
             return []
+        length = self.length if query.shape[2] == 1 else None
+        if length is not None:  # a static step reads the whole block
+            assert self._buffer is not None
+            first, before = 0, self._buffer.capacity
         held = {kind: self._parts(kind, first, before) for kind in self._coders}
         keys, values = (x.codes(held[kind], w) for (kind, x), w in zip(self._coders.items(), self._widths, strict=True))
         if keys is not None and values is not None and not self.plain:
@@ -194,7 +209,8 @@ class CodedKV(LayerKV):
         key_casts, value_casts = (x.casts(held[kind]) for kind, x in self._coders.items())
         if key_casts is not None and value_casts is not None and not self.plain:
             (numbers, factor), (others, other) = key_casts, value_casts
-            return [cast_partial(query, numbers, others, factor, other, start=start + first, **options)]
+            options = {**options, "start": start + first, "length": length}
+            return [cast_partial(query, numbers, others, factor, other, **options)]
         size = block_entries(next(iter(held["key"].values())), max(self._widths))
         return [
             attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)

@@ -211,9 +211,10 @@ class LayerKV(DenseKV):
         assert self._buffer is not None
         if self._buffer.is_shared(self):
             self._reallocate(self._buffer.capacity)
-        for x in self._buffer.tensors.values():
+        held = list(self._buffer.tensors.values())
+        for x in held:
             x[:, :, self.n :].zero_()  # read from now on, with weight zero: NaN there would be NaN in the output
-        self.length = torch.tensor(self.n, device=self.keys.device)
+        self.length = torch.tensor(self.n, device=held[0].device)
 
     # Counting
 

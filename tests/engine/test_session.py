@@ -26,6 +26,7 @@ from kvbench.methods.eviction.random_decode import RandomDecode
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.eviction.tova import TOVA
+from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.full_int8 import FullInt8
 
 NO_STOP: frozenset[int] = frozenset()
@@ -386,7 +387,7 @@ class Ragged(Full):
             kv.keep_where(torch.stack([index[:, 0] % 3 == 0, index[:, 1] % 6 > 0], dim=1))
 
 
-STATIC = {"full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "ragged": Ragged()}
+STATIC = {"full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "ragged": Ragged(), "fp8": Fp8(skip_layers=1)}
 SHAPES = {"plain": (4, 2, None), "sliding window": (4, 2, 12)}
 every_static_method = pytest.mark.parametrize("method", STATIC.values(), ids=STATIC)
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -67,6 +67,21 @@ def test_triton_equals_the_reference(n_query, factors, options, precision, entri
     assert error(found.cpu(), reference(*given, **options)) < allowed[precision]
 
 
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_length_on_the_device_leaves_out_later_entries(implementation, window, entries, triton, error):
+    """As a block of as many entries, the last of them the query's own; the entries after them do not count."""
+    query, keys, values, *_ = triton(list(entries(1, 1)))
+    options = {"scale": 0.3, "window": window}
+    with using(implementation):
+        short = cast_partial(query, keys[:, :, :20], values[:, :, :20], None, None, seen=20, **options)
+        found = cast_partial(
+            query, keys, values, None, None, seen=999, length=torch.tensor(20, device=query.device), **options
+        )
+    assert error(found.output, short.output) < 1e-5
+    assert error(found.lse, short.lse) < 1e-5
+
+
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_every_number_is_read(implementation, triton):
     """Each byte as a value of the only entry: zeros, subnormal numbers, both signs, and not a number."""
