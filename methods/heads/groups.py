@@ -47,7 +47,10 @@ class HeadMethod(Method):
     streaming: int | None = resolved()
     """Entries per streaming head of a full-attention layer."""
 
-    graphable: ClassVar[str | None] = "streaming heads overwrite an entry in every step, at indices from the host."
+    @property
+    def stepwise(self) -> bool:
+        """True: streaming heads drop an entry in every step."""
+        return True
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:

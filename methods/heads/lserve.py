@@ -189,7 +189,7 @@ class LServe(HeadMethod):
             "profile, so the ranking is noise."),
         ),
     )
-    recompressible: ClassVar[str | None] = "streaming heads are already trimmed after every forward pass."
+    graphable: ClassVar[str | None] = "the host counts the tokens until pages are chosen again."
 
     def __post_init__(self) -> None:
         """Refuse pages that do not divide into parts (`UserError`)."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
+from kvbench.errors import UserError
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store import LayerKV
@@ -33,6 +34,8 @@ class StreamingKV(LayerKV):
     """First entries, which are not in the mean."""
     _oldest: int = field(default=0, init=False)
     """Index in the ring of its oldest entry."""
+    _counts: Tensor | None = field(default=None, init=False)
+    """`_oldest` and `merged` on the device, where steps have static shapes. [2] int64"""
 
     def trim(self, sinks: int, entries: int, *, compensate: bool) -> None:
         """Keep `entries` entries, the first `sinks` and the last ones; call it with the same numbers each time."""
@@ -50,13 +53,16 @@ class StreamingKV(LayerKV):
         assert self._buffer is not None
         ring, device = entries - sinks, self.keys.device
         moved = min(excess, ring)  # if more entries are new than fit the ring, the first of them are dropped
-        places = sinks + (self._oldest + torch.arange(excess - moved, excess, device=device)) % ring
+        oldest = self._oldest if self._counts is None else self._counts[0]
+        places = sinks + (oldest + torch.arange(excess - moved, excess, device=device)) % ring
         if compensate:
             gone = torch.cat([places, torch.arange(entries, self.n - moved, device=device)])
             self._merge(self.keys[:, :, gone], self.values[:, :, gone])
         for x in self._buffer.tensors.values():
             x[:, :, places] = x[:, :, self.n - moved : self.n].clone()  # a copy of the new entries only
         self._oldest = (self._oldest + excess) % ring
+        if self._counts is not None:
+            self._counts[0].add_(excess).remainder_(ring)
         self.dropped += excess * self.keys.shape[0] * self.keys.shape[1]
         self.n = entries
 
@@ -69,6 +75,8 @@ class StreamingKV(LayerKV):
             else:
                 self.state[name] = total
         self.merged += keys.shape[2]
+        if self._counts is not None:
+            self._counts[1].add_(keys.shape[2])
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T tokens over the stored entries and the mean. [B, H_q, T, D_v]"""
@@ -83,16 +91,30 @@ class StreamingKV(LayerKV):
     def _compensation(self, step: Step) -> Partial:
         """Attention to the mean alone; its logit is raised by the log of its number of visible entries."""
         query = step.query.float().unflatten(1, (self.keys.shape[1], -1))  # [B, H_kv, G, T, D]
-        key, value = (self.state[name][:, :, None] / self.merged for name in ("key_sum", "value_sum"))
+        count = torch.full((), self.merged, device=query.device) if self._counts is None else self._counts[1]
+        key, value = (self.state[name][:, :, None] / count for name in ("key_sum", "value_sum"))
         logits = (query * key).sum(-1) * step.scale
         if step.softcap is not None:
             logits = step.softcap * torch.tanh(logits / step.softcap)
-        merged = torch.full((), self.merged, device=logits.device)
         if step.window is not None:  # the conversation may be longer than the window even if the context is not
             gone = step.positions[:, None, None] + 1 - step.window - self._sinks  # [B, 1, 1, T]
-            merged = (merged - gone.clamp_min(0)).clamp_min(0)
-        lse = logits + merged.float().log()
+            count = (count - gone.clamp_min(0)).clamp_min(0)
+        lse = logits + count.float().log()
         return Partial(value.expand(*logits.shape, -1).flatten(1, 2), lse.flatten(1, 2))
+
+    def make_static(self) -> None:
+        """Count on the device what the host counts; see `LayerKV.make_static`."""
+        if not self.bounded:
+            raise UserError("a streaming head has dropped no entry yet, so it grows: it has no static steps.")
+        super().make_static()
+        self._counts = torch.tensor([self._oldest, self.merged], device=self.keys.device)
+
+    def fork(self) -> LayerKV:
+        """An independent copy; see `LayerKV.fork`."""
+        other = super().fork()
+        assert isinstance(other, StreamingKV)
+        other._counts = None if self._counts is None else self._counts.clone()
+        return other
 
     def entries_kept(self) -> list[int]:
         """Entries stored per (batch, KV head), including the mean."""
@@ -185,6 +207,11 @@ class HeadGroupsKV(LayerKV):
         other = copy.copy(self)
         other.groups = [(heads, store.fork()) for heads, store in self.groups]
         return other
+
+    def make_static(self) -> None:
+        """Give the steps of both stores static shapes (`UserError` where one cannot)."""
+        for store in self._stores():
+            store.make_static()
 
     def close(self) -> None:
         """Free the entries."""

@@ -26,6 +26,8 @@ from kvbench.methods.eviction.random_decode import RandomDecode
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
 from kvbench.methods.eviction.tova import TOVA
+from kvbench.methods.heads.duo_attention import DuoAttention
+from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.full_int8 import FullInt8
 
@@ -42,7 +44,7 @@ def ids(count, seed=1):
 
 def fitted(method, model, length, rows=16):
     """The method at a budget of entries, if it takes a budget."""
-    return method.fit(Budget("rows", rows) if method.card.budget == "stored" else None, model.shape(length))
+    return method.bind(model).fit(Budget("rows", rows) if method.card.budget == "stored" else None, model.shape(length))
 
 
 def plain_logits(model, tokens):
@@ -490,9 +492,10 @@ def test_a_peek_at_a_value_is_caught():
 
 
 ROLLING = [H2O(), TOVA(), Keyformer(), StreamingLLM(), StreamingLLM(positions="original")]
+HEADS = [DuoAttention(), RazorAttention()]
 
 
-@pytest.mark.parametrize("method", ROLLING, ids=lambda x: x.card.name)
+@pytest.mark.parametrize("method", [*ROLLING, *HEADS], ids=lambda x: x.card.name)
 def test_a_recorded_step_that_evicts_replays(method, new_tape):
     """A step that adds one entry and drops another, recorded once, equals later eager steps; nothing grows."""
     model = tiny_model()
