@@ -34,7 +34,7 @@ class StreamingKV(LayerKV):
     """First entries, which are not in the mean."""
     _oldest: int = field(default=0, init=False)
     """Index in the ring of its oldest entry."""
-    _counts: Tensor | None = field(default=None, init=False)
+    counts: Tensor | None = field(default=None, init=False)
     """`_oldest` and `merged` on the device, where steps have static shapes. [2] int64"""
 
     def trim(self, sinks: int, entries: int, *, compensate: bool) -> None:
@@ -53,7 +53,7 @@ class StreamingKV(LayerKV):
         assert self._buffer is not None
         ring, device = entries - sinks, self.keys.device
         moved = min(excess, ring)  # if more entries are new than fit the ring, the first of them are dropped
-        oldest = self._oldest if self._counts is None else self._counts[0]
+        oldest = self._oldest if self.counts is None else self.counts[0]
         places = sinks + (oldest + torch.arange(excess - moved, excess, device=device)) % ring
         if compensate:
             gone = torch.cat([places, torch.arange(entries, self.n - moved, device=device)])
@@ -61,8 +61,8 @@ class StreamingKV(LayerKV):
         for x in self._buffer.tensors.values():
             x[:, :, places] = x[:, :, self.n - moved : self.n].clone()  # a copy of the new entries only
         self._oldest = (self._oldest + excess) % ring
-        if self._counts is not None:
-            self._counts[0].add_(excess).remainder_(ring)
+        if self.counts is not None:
+            self.counts[0].add_(excess).remainder_(ring)
         self.dropped += excess * self.keys.shape[0] * self.keys.shape[1]
         self.n = entries
 
@@ -75,8 +75,8 @@ class StreamingKV(LayerKV):
             else:
                 self.state[name] = total
         self.merged += keys.shape[2]
-        if self._counts is not None:
-            self._counts[1].add_(keys.shape[2])
+        if self.counts is not None:
+            self.counts[1].add_(keys.shape[2])
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T tokens over the stored entries and the mean. [B, H_q, T, D_v]"""
@@ -91,7 +91,7 @@ class StreamingKV(LayerKV):
     def _compensation(self, step: Step) -> Partial:
         """Attention to the mean alone; its logit is raised by the log of its number of visible entries."""
         query = step.query.float().unflatten(1, (self.keys.shape[1], -1))  # [B, H_kv, G, T, D]
-        count = torch.full((), self.merged, device=query.device) if self._counts is None else self._counts[1]
+        count = torch.full((), self.merged, device=query.device) if self.counts is None else self.counts[1]
         key, value = (self.state[name][:, :, None] / count for name in ("key_sum", "value_sum"))
         logits = (query * key).sum(-1) * step.scale
         if step.softcap is not None:
@@ -107,13 +107,13 @@ class StreamingKV(LayerKV):
         if not self.bounded:
             raise UserError("a streaming head has dropped no entry yet, so it grows: it has no static steps.")
         super().make_static()
-        self._counts = torch.tensor([self._oldest, self.merged], device=self.keys.device)
+        self.counts = torch.tensor([self._oldest, self.merged], device=self.keys.device)
 
     def fork(self) -> LayerKV:
         """An independent copy; see `LayerKV.fork`."""
         other = super().fork()
         assert isinstance(other, StreamingKV)
-        other._counts = None if self._counts is None else self._counts.clone()
+        other.counts = None if self.counts is None else self.counts.clone()
         return other
 
     def entries_kept(self) -> list[int]:
