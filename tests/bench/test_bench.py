@@ -324,7 +324,7 @@ def test_a_capture_with_other_logits_is_not_timed(taped, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "graph", "reason"), [
-    ("full", True, "no CUDA graph on a CPU"), ("h2o", True, "an entry is dropped in every step"),
+    ("full", True, "no CUDA graph on a CPU"), ("kivi", True, "entries are packed in blocks"),
     ("full", False, "the method it is compared with is no graph"),
 ])
 def test_the_reason_for_no_graph(name, graph, reason):
