@@ -169,7 +169,7 @@ class Method:
 
     @property
     def stepwise(self) -> bool:
-        """Whether several tokens at once differ from steps of one; those of static shapes do not unless they evict."""
+        """Whether tokens of one pass may attend to other entries than in steps of one, which evict or quantize."""
         return self.graphable is not None
 
     @property
