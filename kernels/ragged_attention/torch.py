@@ -120,7 +120,9 @@ def _attend(
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = logits.logsumexp(-1)
-    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    # Every query sees an entry, unless a mask or an infinite bias hides all.
+    shift = lse if mask is None and bias is None else lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = torch.exp(logits - shift[..., None])
     return weights.to(values.dtype).float() @ values.float() if values.dtype == torch.float32 else (
         weights.to(values.dtype) @ values
     ).float(), lse
