@@ -89,8 +89,9 @@ class StreamingLLM(Method):
     def attend(self, kv: LayerKV, step: Step) -> Tensor:
         """Attention with the sinks rotated to their distance in the cache. [B, H_q, T, D_v]"""
         if "sinks" in kv.state:
-            original = kv.state["sinks"]
-            gone = (step.positions[:, -1:] + 1 - kv.n).expand(-1, original.shape[2])
+            original, positions = kv.state["sinks"], kv.positions
+            assert positions is not None
+            gone = (step.positions[:, -1:] - positions[:, 0, :1] + 1 - kv.n).expand(-1, original.shape[2])
             kv.keys[:, :, : original.shape[2]] = step.rope.shift(original, gone)
         return kv.attend(step)
 
