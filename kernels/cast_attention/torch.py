@@ -1,4 +1,4 @@
-"""Partial attention over e4m3 numbers, which are converted one head at a time, or all at once if they are few."""
+"""Partial attention over e4m3 numbers, converted one head at a time, or a whole sequence at once if they are few."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def cast_partial(
     """
     assert length is None or query.shape[2] == 1, "a length on the device is for a single query"
     single = query.shape[2] == 1 and (window is None or length is not None)
-    batch, kv_heads, count = keys.shape[:3]
-    size = kv_heads if single and keys.numel() <= BLOCK_ELEMENTS else 1
+    kv_heads, count = keys.shape[1:3]
+    size = kv_heads if single and keys[0].numel() <= BLOCK_ELEMENTS else 1
     at = None if window is None else torch.arange(start, start + count, device=keys.device)
-    outputs = []
-    for h in range(0, kv_heads, size):
-        heads = slice(h, h + size)
-        grouped = query.unflatten(1, (kv_heads, -1))[:, heads].flatten(1, 2)
-        key, value = (
-            (from_e4m3(x[:, heads]) * _of_heads(factor, heads)).to(query.dtype)
-            for x, factor in ((keys, key_scale), (values, value_scale))
-        )
-        if single:
-            outputs.append(dense_partial(
-                grouped, key, value, scale=scale, seen=seen, window=window, softcap=softcap, length=length
-            ))
-        else:
-            outputs.append(ragged_partial(
-                grouped, key.flatten(0, 2), value.flatten(0, 2), query.new_empty(0), [count] * batch, scale=scale,
-                seen=seen, window=window, positions=None if at is None else at.repeat(batch), softcap=softcap,
-            ))
-    return Partial(torch.cat([x.output for x in outputs], 1), torch.cat([x.lse for x in outputs], 1))
+    parts = []
+    for b, queries in enumerate(query[:, None]):  # [1, H_q, T, D]; a sequence gives the same bits alone
+        for h, grouped in zip(range(0, kv_heads, size), queries.chunk(kv_heads // size, 1), strict=True):
+            heads = slice(h, h + size)
+            key, value = (
+                (from_e4m3(x[b : b + 1, heads]) * _of_heads(factor, heads)).to(query.dtype)
+                for x, factor in ((keys, key_scale), (values, value_scale))
+            )
+            if single:
+                parts.append(dense_partial(
+                    grouped, key, value, scale=scale, seen=seen, window=window, softcap=softcap, length=length
+                ))
+            else:
+                parts.append(ragged_partial(
+                    grouped, key[0, 0], value[0, 0], query.new_empty(0), [count], scale=scale, seen=seen,
+                    window=window, positions=at, softcap=softcap,
+                ))
+    output, lse = torch.cat([x.output for x in parts], 1), torch.cat([x.lse for x in parts], 1)
+    shape = query.shape[:2]
+    return Partial(output.view(*shape, *output.shape[2:]), lse.view(*shape, -1))
 
 
 def from_e4m3(x: Tensor) -> Tensor:

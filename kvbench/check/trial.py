@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -136,13 +136,15 @@ def require_close(a: Tensor, b: Tensor, what: str, least: float = 0.0, most: flo
     return worst
 
 
-def allow_rounding(model: Model, run: Callable[[Session], Tensor], wanted: Tensor) -> float:
+def allow_rounding(
+    model: Model, run: Callable[[Session], Tensor], wanted: Tensor, context: Sequence[int] = CONTEXT
+) -> float:
     """The difference allowed where entries are quantized: the share EDGE of the distance from the full cache.
 
     run: called after the context; returns the logits to compare.
     """
     with open_session(FullCache(), model, None) as full:
-        full.prefill(CONTEXT)
+        full.prefill(context)
         return EDGE * find_distance(run(full), wanted)
 
 
