@@ -111,6 +111,9 @@ class Method:
     card: ClassVar[Card]
     graphable: ClassVar[str | None] = None
     """None: one decode step has static shapes. Otherwise the reason why not."""
+    stepwise: ClassVar[bool] = False
+    """Whether tokens run one at a time, because a step may evict or quantize. A class with a reason in `graphable` has
+    True, and so do its subclasses."""
     recompressible: ClassVar[str | None] = None
     """None: it may be asked to compress again after every question. Otherwise why that is refused."""
     replays_context: ClassVar[bool] = False
@@ -137,6 +140,8 @@ class Method:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if vars(cls).get("graphable") is not None:
+            cls.stepwise = True
         if "prefill" in vars(cls) and "replays_context" not in vars(cls):
             cls.replays_context = True
         if "generate" in vars(cls):
@@ -166,11 +171,6 @@ class Method:
                 f"{self.card.name} is not bound to a model: its {' and '.join(missing)} are found on one. Use "
                 "method.bind(model).fit(budget, shape), and open the session with that."
             )
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether tokens of one pass may attend to other entries than in steps of one, which evict or quantize."""
-        return self.graphable is not None
 
     @property
     def budget_kind(self) -> BudgetKind:

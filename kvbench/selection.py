@@ -92,11 +92,6 @@ class RollingMethod(Method):
     recompressible: ClassVar[str | None] = "the worst entries are dropped after every forward as it is."
     graphable: ClassVar[str | None] = "an entry is dropped in every step, by a score that may use numbers of the host."
 
-    @property
-    def stepwise(self) -> bool:
-        """True: every step drops by its own scores."""
-        return True
-
     @abstractmethod
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Score of each entry if `entries` of them stay; infinite for protected ones. [B, H_kv, n] float32"""
@@ -146,6 +141,12 @@ def require_inverse_rotation(model: Model, name: str) -> None:
             f"{name} inverts the rotary embedding, which is not understood on every layer of {model.id}. Use a method "
             "that does not, such as knorm."
         )
+
+
+def mark_recent(kv: LayerKV, step: Step, count: int) -> Tensor:
+    """Mark the entries of the last `count` tokens, in a store with positions. [B, H_kv, n] bool"""
+    assert kv.positions is not None
+    return kv.positions > step.positions[:, None, -1:] - count
 
 
 def refuse_nan(scores: Tensor, what: str = "the scores have NaN") -> None:

@@ -209,8 +209,7 @@ class CodedKV(LayerKV):
         key_casts, value_casts = (x.casts(held[kind]) for kind, x in self._coders.items())
         if key_casts is not None and value_casts is not None and not self.plain:
             (numbers, factor), (others, other) = key_casts, value_casts
-            options = {**options, "start": start + first, "length": length}
-            return [cast_partial(query, numbers, others, factor, other, **options)]
+            return [cast_partial(query, numbers, others, factor, other, start=start + first, length=length, **options)]
         size = block_entries(next(iter(held["key"].values())), max(self._widths))
         return [
             attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Share
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import RollingMethod
+from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
 
 
@@ -54,6 +54,5 @@ class H2O(RollingMethod):
 
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Accumulated attention of each entry; infinite for recent ones. [B, H_kv, n]"""
-        assert kv.positions is not None
-        recent = kv.positions > step.positions[:, None, -1:] - round(entries * self.recent)
+        recent = mark_recent(kv, step, round(entries * self.recent))
         return kv.scores.masked_fill(recent, torch.inf)

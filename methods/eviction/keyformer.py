@@ -12,7 +12,7 @@ from kvbench.constraints import Ge, Gt, Share
 from kvbench.kernels.blocks import fit_block, float_products
 from kvbench.kernels.dense_attention.torch import visible_entries
 from kvbench.method import BudgetKind, Card, Step, Upstream
-from kvbench.selection import RollingMethod
+from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
 
 QUERY_BIT, HEAD_BIT = 25, 50
@@ -82,8 +82,7 @@ class Keyformer(RollingMethod):
 
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Accumulated scores; infinite for recent entries. [B, H_kv, n]"""
-        assert kv.positions is not None
-        recent = kv.positions > step.positions[:, None, -1:] - round(entries * self.recent)
+        recent = mark_recent(kv, step, round(entries * self.recent))
         return kv.get_entry_state("score").masked_fill(recent, torch.inf)
 
     def noisy_sums(self, kv: LayerKV, step: Step) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Natural
 from kvbench.method import BudgetKind, Card, Step
-from kvbench.selection import RollingMethod
+from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
 
 
@@ -58,7 +58,7 @@ class RandomDecode(RollingMethod):
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step.layer) * 1_000_003 + step.seen)
         numbers = torch.rand(kv.keys.shape[1], step.seen, generator=generator).to(kv.keys.device)
         scores = numbers.expand(kv.keys.shape[0], -1, -1).gather(-1, kv.positions.long())
-        kept = kv.positions >= step.seen - self.window
+        kept = mark_recent(kv, step, self.window)
         if entries > self.length + self.window:
             kept = kept | (kv.positions < self.length)
         return scores.masked_fill(kept, torch.inf)

@@ -52,11 +52,7 @@ class StreamingLLM(Method):
     )
 
     recompressible: ClassVar[str | None] = "the oldest entries are already dropped after every forward pass."
-
-    @property
-    def stepwise(self) -> bool:
-        """True: every step drops the oldest entry."""
-        return True
+    stepwise: ClassVar[bool] = True
 
     def minimum_entries(self) -> int:
         """The sinks and one recent entry."""

@@ -47,10 +47,7 @@ class HeadMethod(Method):
     streaming: int | None = resolved()
     """Entries per streaming head of a full-attention layer."""
 
-    @property
-    def stepwise(self) -> bool:
-        """True: streaming heads drop an entry in every step."""
-        return True
+    stepwise: ClassVar[bool] = True
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:

@@ -19,11 +19,6 @@ class CodedMethod(Method):
     recompressible: ClassVar[str | None] = "every entry is encoded once, and later entries as they are added."
     graphable: ClassVar[str | None] = "entries are decoded in blocks, and the store counts them on the host."
 
-    @property
-    def stepwise(self) -> bool:
-        """True: tokens of one pass differ from steps in the last bit, and codes round such numbers apart."""
-        return True
-
     @abstractmethod
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """The coders of a layer's keys and of its values."""

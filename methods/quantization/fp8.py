@@ -49,7 +49,7 @@ class Fp8(CastMethod):
         ),
     )
 
-    graphable: ClassVar[str | None] = None
+    graphable: ClassVar[str | None] = None  # `stepwise` all the same: codes round apart what differs in the last bit
 
     def coders(self, layer: int) -> tuple[Coder, Coder]:
         """A cast of keys and one of values."""

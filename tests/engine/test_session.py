@@ -415,6 +415,19 @@ def open_static(model, method, *, static=True):
     return session
 
 
+def require_equal_replays(static, eager, tape):
+    """Record a static step of the first of eight tokens, and replay it for the others: logits equal eager steps'."""
+    tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
+    token = tokens[0].clone()
+    with tape:
+        logits = step_logits(static, token)
+    assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
+    for x in tokens[1:]:
+        token.copy_(x)
+        tape.replay()
+        assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
+
+
 @every_shape
 @every_static_method
 @pytest.mark.usefixtures("_poison")
@@ -437,16 +450,8 @@ def test_a_recorded_step_replays(method, shape, new_tape):
     """A step recorded once, as in a CUDA graph, gives the logits of later steps: it has no number from the host."""
     model = tiny_model(*shape)
     static, eager = open_static(model, method), open_static(model, method, static=False)
-    tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
     with static, eager:
-        token, tape = tokens[0].clone(), new_tape()
-        with tape:
-            logits = step_logits(static, token)
-        assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
-        for x in tokens[1:]:
-            token.copy_(x)
-            tape.replay()
-            assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
+        require_equal_replays(static, eager, new_tape())
 
 
 @pytest.mark.few(4)
@@ -500,16 +505,9 @@ def test_a_recorded_step_that_evicts_replays(method, new_tape):
     """A step that adds one entry and drops another, recorded once, equals later eager steps; nothing grows."""
     model = tiny_model()
     static, eager = open_static(model, method), open_static(model, method, static=False)
-    tokens = [torch.tensor([[x]]) for x in ids(8, 6)]
     with static, eager:
-        token, tape, held = tokens[0].clone(), new_tape(), [x.nbytes() for x in static.layers]
-        with tape:
-            logits = step_logits(static, token)
-        assert torch.allclose(logits, step_logits(eager, tokens[0]), atol=1e-5)
-        for x in tokens[1:]:
-            token.copy_(x)
-            tape.replay()
-            assert torch.allclose(logits, step_logits(eager, x), atol=1e-5)
+        held = [x.nbytes() for x in static.layers]
+        require_equal_replays(static, eager, new_tape())
         assert [x.nbytes() for x in static.layers] == held
 
 
