@@ -148,7 +148,7 @@ def attend_bitmaps(
         sums = sums * shrink[None, :] + tl.dot(x, weights.to(x.dtype), input_precision="ieee")
 
     at = tile.to(tl.int64) * group * n_query + g * n_query + t
-    store_columns(output, lse, at, sums, total, top, real, value_width, block_v)
+    store_columns(output, lse, at, sums, total, top, real, value_width, value_width, block_v)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,19 +24,37 @@ def cast_partial(
     of every number, [1] or [H_kv] float32; None: 1. start: the position of the first entry. length: how many of the
     entries count, on the device, the last of them a single query's own; None: all.
     """
+
+    def decode(at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        key, value = (
+            (from_e4m3(x[at]) * _of_heads(factor, at[1])).to(query.dtype)
+            for x, factor in ((keys, key_scale), (values, value_scale))
+        )
+        return key, value
+
+    return decoded_partial(
+        query, decode, *keys.shape[1:3], scale=scale, seen=seen, start=start, window=window, softcap=softcap,
+        length=length,
+    )
+
+
+def decoded_partial(
+    query: Tensor, decode: Callable[[tuple[slice, slice]], tuple[Tensor, Tensor]], kv_heads: int,
+    count: int, *,
+    scale: float, seen: int, start: int, window: int | None, softcap: float | None, length: Tensor | None,
+) -> Partial:
+    """Partial attention over entries that are decoded one head at a time, or a whole sequence if they are few.
+
+    decode: the keys and values of some sequences and KV heads. count: entries of a head.
+    """
     assert length is None or query.shape[2] == 1, "a length on the device is for a single query"
     single = query.shape[2] == 1 and (window is None or length is not None)
-    kv_heads, count = keys.shape[1:3]
-    size = kv_heads if single and keys[0].numel() <= BLOCK_ELEMENTS else 1
-    at = None if window is None else torch.arange(start, start + count, device=keys.device)
+    size = kv_heads if single and kv_heads * count * query.shape[3] <= BLOCK_ELEMENTS else 1
+    at = None if window is None else torch.arange(start, start + count, device=query.device)
     parts = []
     for b, queries in enumerate(query[:, None]):  # [1, H_q, T, D]; a sequence gives the same bits alone
         for h, grouped in zip(range(0, kv_heads, size), queries.chunk(kv_heads // size, 1), strict=True):
-            heads = slice(h, h + size)
-            key, value = (
-                (from_e4m3(x[b : b + 1, heads]) * _of_heads(factor, heads)).to(query.dtype)
-                for x, factor in ((keys, key_scale), (values, value_scale))
-            )
+            key, value = decode((slice(b, b + 1), slice(h, h + size)))
             if single:
                 parts.append(dense_partial(
                     grouped, key, value, scale=scale, seen=seen, window=window, softcap=softcap, length=length

@@ -25,10 +25,11 @@ def cast_partial(
     if length is None:
         own = seen - query.shape[2] - start + torch.arange(query.shape[2], device=query.device)
     output, lse = attend(
-        query, keys, values, keys.shape[1], scale=scale * UNIT, seen=seen, window=window, softcap=softcap,
+        query, keys, values, keys.shape[1], scale=scale * UNIT.value, seen=seen, window=window, softcap=softcap,
         length=length, causal=False, at=own,
     )
-    return Partial(output * (UNIT if value_scale is None else UNIT * _by_head(value_scale, group)), lse)
+    factor = UNIT.value if value_scale is None else UNIT.value * _by_head(value_scale, group)
+    return Partial(output * factor, lse)
 
 
 def _by_head(factor: Tensor, group: int) -> Tensor:

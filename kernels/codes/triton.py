@@ -59,7 +59,7 @@ def load_codes(
     """Load the codes of a block of entries; zero for entries not `inside` and for channels from `width` on."""
     part: tl.constexpr = 2 if bits == 3 else bits  # of 3-bit codes, the high bits follow the low bits of all codes
     packed = entries.packed + batch * entries.batch + head * entries.head
-    if width == block_d and width >= 32:
+    if width == block_d and width >= 32 and bits > 1:
         packed += entry.to(tl.int64)[:, None] * (width * bits // 32)
         code = load_words(packed, inside, part, False, width, signed, dtype, assembly)
         if bits == 3:
@@ -146,7 +146,7 @@ def take_plane(
     For float16, four bytes are converted at a time: the bytes 0x64 and b are the float16 number 1024 + b. One exact
     multiplication and one exact subtraction then give the code for any bit offset.
     """
-    keep: tl.constexpr = 128 if signed else (1 if high else (1 << bits) - 1) << place  # mask; if signed, bit to flip
+    keep: tl.constexpr = 128 if signed else (1 if high else 2**bits - 1) << place  # mask; if signed, bit to flip
     if assembly and dtype == tl.float16:
         exponent: tl.constexpr = (2 if high else 0) - place
         factor: tl.constexpr = (15 + exponent) * 0x04000400  # of two float16s, 2 ** exponent
@@ -173,5 +173,5 @@ def gather_codes(packed, inside, bits: tl.constexpr, width: tl.constexpr, d, sig
     if signed:
         code = byte.to(tl.int8, bitcast=True)
     else:
-        code = (byte >> (d // per_entry * bits).to(tl.uint8)[None, :]) & ((1 << bits) - 1)
+        code = (byte >> (d // per_entry * bits).to(tl.uint8)[None, :]) & (2**bits - 1)
     return code

@@ -30,7 +30,7 @@ MERGED = 16
 """Tiles of a head that are merged at a time."""
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)  # powers of 2 take one instruction, powers of e two
-UNIT = 256.0
+UNIT = tl.constexpr(256.0)
 """Of e4m3 numbers: their bits, moved into those of float16, are numbers 256 times smaller."""
 
 

@@ -132,10 +132,7 @@ def attend_codes(
         of_minima = tl.sum(q * minimum[:, None], 0)[None, :]
         q *= tl.load(keys.scale + at, mask=d < width, other=0.0).to(tl.float32)[:, None]
     dtype: tl.constexpr = tl.float32 if exact else tl.float16
-    # A power of two, so that queries of 16 bits keep their bits: rounded, they would shift all logits over codes
-    # against those over exact entries.
-    size = (tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    size = tl.where(size > 0.0, size, 1.0)
+    size = power_below(tl.max(tl.abs(q), 0))
     q = (q / size[None, :]).to(dtype)
 
     low, high = part * split, tl.minimum(part * split + split, count)
@@ -171,7 +168,7 @@ def attend_codes(
         sums = sums * shrink[None, :] + tl.dot(tl.trans(x), weights.to(dtype), input_precision="ieee")
 
     at = tile.to(tl.int64) * group * n_query + g * n_query + t
-    store_columns(output, lse, at, sums, total, top, real, value_width, block_v)
+    store_columns(output, lse, at, sums, total, top, real, value_width, value_width, block_v)
 
 
 @triton.jit
@@ -179,6 +176,17 @@ def load_columns(queries, real, width: tl.constexpr, block_d: tl.constexpr):
     """Load queries as columns. queries: [m] pointers. Returns [block_d, m]"""
     d = tl.arange(0, block_d)
     return tl.load(queries[None, :] + d[:, None], mask=real[None, :] & (d < width)[:, None], other=0.0)
+
+
+@triton.jit
+def power_below(size):
+    """The power of two by which queries are divided; 1 for zero.
+
+    So that queries of 16 bits keep their bits: rounded, they would shift all logits over codes against those over
+    exact entries.
+    """
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0.0, power, 1.0)
 
 
 @triton.jit
@@ -195,10 +203,15 @@ def soften(logits, total, top):
 
 
 @triton.jit
-def store_columns(output, lse, at, sums, total, top, real, width: tl.constexpr, block_v: tl.constexpr):
-    """Store normalized sums and the log of the normalizer. sums: [block_v, m]. at: [m], indices into both outputs."""
+def store_columns(
+    output, lse, at, sums, total, top, real, row: tl.constexpr, width: tl.constexpr, block_v: tl.constexpr
+):
+    """Store normalized sums and the log of the normalizer. sums: [block_v, m].
+
+    at: [m], indices into both outputs. row: elements of an output, of which `width` are stored.
+    """
     v = tl.arange(0, block_v)[:, None]
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
     tl.store(lse + at, tl.where(none, float("-inf"), (top + tl.log2(whole)) * LN2), mask=real)
-    tl.store(output + at[None, :] * width + v, sums / whole[None, :], mask=real[None, :] & (v < width))
+    tl.store(output + at[None, :] * row + v, sums / whole[None, :], mask=real[None, :] & (v < width))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvbench.budget import LayerShape, Shape
 from kvbench.errors import UserError
 from kvbench.kernels.blocks import GPU_BLOCKS
 from kvbench.kernels.cast_attention import cast_partial
+from kvbench.kernels.level_attention import Levels, level_partial
 from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
@@ -22,7 +24,11 @@ from kvbench.store.layer import LayerKV
 
 if TYPE_CHECKING:
     from kvbench.hf import Rope
+    from kvbench.kernels.pack import Codes
 
+T = TypeVar("T")
+Cast = tuple[Tensor, Tensor | None]
+"""Numbers in 8 bits, and their factor."""
 BLOCK = 2**20
 """Elements decoded at a time on a CPU, over all heads."""
 
@@ -113,9 +119,10 @@ class CodedKV(LayerKV):
         """As the base class does; only for codes whose kernel takes a length on the device.
 
         Raises:
-            UserError: the codes are no casts.
+            UserError: the codes are neither casts nor levels.
         """
-        if any(x.casts(self._parts(kind, 0, self.n)) is None for kind, x in self._coders.items()):
+        held = {kind: self._parts(kind, 0, self.n) for kind in self._coders}
+        if self.plain or self.recent or not (self._casts(held) or self._levels(held)):
             raise UserError("codes that are decoded in blocks have no static steps.")
         super().make_static()
 
@@ -203,18 +210,32 @@ class CodedKV(LayerKV):
             assert self._buffer is not None
             first, before = 0, self._buffer.capacity
         held = {kind: self._parts(kind, first, before) for kind in self._coders}
-        keys, values = (x.codes(held[kind], w) for (kind, x), w in zip(self._coders.items(), self._widths, strict=True))
-        if keys is not None and values is not None and not self.plain:
-            return [packed_partial(query, keys, values, start=start + first, **options)]
-        key_casts, value_casts = (x.casts(held[kind]) for kind, x in self._coders.items())
-        if key_casts is not None and value_casts is not None and not self.plain:
-            (numbers, factor), (others, other) = key_casts, value_casts
-            return [cast_partial(query, numbers, others, factor, other, start=start + first, length=length, **options)]
+        if not self.plain:
+            if codes := self._codes(held):
+                return [packed_partial(query, *codes, start=start + first, **options)]
+            place: dict[str, Any] = {"start": start + first, "length": length}
+            if casts := self._casts(held):
+                (numbers, factor), (others, other) = casts
+                return [cast_partial(query, numbers, others, factor, other, **place, **options)]
+            if levels := self._levels(held):
+                keys, values = levels
+                return [level_partial(query, keys, values, **place, **options)]
         size = block_entries(next(iter(held["key"].values())), max(self._widths))
         return [
             attend_block(query, *self.decode(low, min(low + size, before)), start + low, options)
             for low in range(first, before, size)
         ]
+
+    def _codes(self, held: dict[str, Parts]) -> tuple[Codes, Codes] | None:
+        return both(x.codes(held[kind], w) for (kind, x), w in zip(self._coders.items(), self._widths, strict=True))
+
+    def _casts(self, held: dict[str, Parts]) -> tuple[Cast, Cast] | None:
+        return both(x.casts(held[kind]) for kind, x in self._coders.items())
+
+    def _levels(self, held: dict[str, Parts]) -> tuple[tuple[Levels, ...], tuple[Levels, ...]] | None:
+        return both(
+            x.level_codes(held[kind], w) for (kind, x), w in zip(self._coders.items(), self._widths, strict=True)
+        )
 
     def _first(self, query: Tensor, options: dict[str, Any]) -> list[Partial]:
         """Attention over the exact first entries, in the coders' coordinates."""
@@ -261,6 +282,12 @@ class CodedKV(LayerKV):
             **super().facts(), "entries_quantized": Fact(entries, changed=True),
             "distinct_codes": Fact(distinct, maximum=True),
         }
+
+
+def both(found: Iterable[T | None]) -> tuple[T, T] | None:
+    """One of keys and one of values; None if either is missing."""
+    keys, values = found
+    return None if keys is None or values is None else (keys, values)
 
 
 def block_entries(held: Tensor, width: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.kernels.level_attention import Levels
 from kvbench.kernels.pack import PARAMETER_BYTES, Codes, dequantize, look_up, packed_width, quantize
 from kvbench.store.rotation import hadamard
 
@@ -61,6 +62,11 @@ class Coder(ABC):
         del parts
         return None
 
+    def level_codes(self, parts: Parts, width: int) -> tuple[Levels, ...] | None:
+        """The block as the codes that `level_attention` reads, one or two parts of a vector; None: it cannot."""
+        del parts, width
+        return None
+
     def fixed_bytes(self, width: int, heads: int) -> int:
         """Bytes of `tensors`, for this many KV heads."""
         del width, heads
@@ -96,9 +102,11 @@ def as_half(x: Tensor) -> Tensor:
         ValueError: a number is beyond float16's 65504, or is none.
     """
     half = x.to(torch.float16)
-    if not half.isfinite().all():
-        largest = x.abs().amax().item()
-        raise ValueError(f"numbers up to {largest:.4g} cannot be stored in float16, whose limit is 65504.")
+    limit = "cannot be stored in float16, whose limit is 65504."
+    try:  # a GPU fails at its next synchronizing call, so that no step waits for it
+        torch._assert_async(half.isfinite().all(), f"numbers that {limit}")  # noqa: SLF001  # there is no public one
+    except RuntimeError as error:
+        raise ValueError(f"numbers up to {x.abs().amax().item():.4g} {limit}") from error
     return half
 
 
@@ -196,10 +204,21 @@ class SplitCoder(Coder):
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """The coordinates of the first coder, then those of the second."""
-        own = {which: {name.removeprefix(which): x for name, x in parts.items() if name.startswith(which)}
-               for which in ("large_", "small_")}
-        first, rest = self.count(width)
-        return torch.cat([self.large.decode(own["large_"], first), self.small.decode(own["small_"], rest)], dim=3)
+        (large, first), (small, rest) = self._own(parts, width)
+        return torch.cat([self.large.decode(large, first), self.small.decode(small, rest)], dim=3)
+
+    def level_codes(self, parts: Parts, width: int) -> tuple[Levels, ...] | None:
+        """The codes of the first coder, then those of the second."""
+        (large, first), (small, rest) = self._own(parts, width)
+        of_large, of_small = self.large.level_codes(large, first), self.small.level_codes(small, rest)
+        return None if of_large is None or of_small is None else of_large + of_small
+
+    def _own(self, parts: Parts, width: int) -> list[tuple[Parts, int]]:
+        """The parts of both coders, and how many channels each has."""
+        return [
+            ({name.removeprefix(which): x for name, x in parts.items() if name.startswith(which)}, count)
+            for which, count in zip(("large_", "small_"), self.count(width), strict=True)
+        ]
 
     def turn(self, query: Tensor) -> Tensor:
         """Queries by channels, in the coordinates of both coders."""

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kvbench.errors import UserError
 from kvbench.kernels.cast_attention.torch import from_e4m3
-from kvbench.kernels.pack import look_up, pack, packed_width, unpack
+from kvbench.kernels.level_attention import Levels, decode_levels
+from kvbench.kernels.pack import pack, packed_width
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.casts import E4M3_MAX, CastMethod, ScaledCoder, to_e4m3
 from kvbench.store.coders import Coder, Parts
 from kvbench.techniques.codebooks import midpoints
 
+BITS = 4
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of 2 exponent bits and 1 mantissa bit, without sign."""
@@ -62,9 +64,11 @@ class Nvfp4(CastMethod):
             "the mean square, 0.73 % with even levels and 0.07 % with fp8. The bundled model is sure of nearly every "
             "token, so an error rarely matters and then costs much: on niah_multikey_1 at 1,024 tokens (20 contexts), "
             "3 of 100 answer tokens changed, by 17 nats each, and keys alone did it."),
-            "In plain PyTorch a step is slower than with the full cache: numbers are converted block by block.",
+            "In plain PyTorch a step is slower than with the full cache: all numbers are converted in every step.",
         ),
     )
+
+    graphable: ClassVar[str | None] = None  # `stepwise` all the same, as in `fp8`
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Refuse vectors that do not divide into blocks (`UserError`)."""
@@ -91,18 +95,22 @@ class Nvfp4Coder(ScaledCoder):
         unit = from_e4m3(block)[..., None]
         numbers = scaled / unit.masked_fill(unit == 0, 1.0)
         codes = round_to_e2m1(torch.where(unit == 0, 0.0, numbers))
-        return {"packed": pack(codes.flatten(-2), 4), "block": block}
+        return {"packed": pack(codes.flatten(-2), BITS), "block": block}
+
+    def level_codes(self, parts: Parts, width: int) -> tuple[Levels, ...]:
+        """The numbers by their codes, and the scales of blocks."""
+        numbers = _numbers(parts["packed"].device)
+        if self.scale is not None:
+            numbers = numbers * self.scale.to(numbers.device)
+        return (Levels(parts["packed"], parts["block"], numbers, BITS, width),)
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """The numbers, times the scales of their blocks and of the tensor."""
-        codes = unpack(parts["packed"], 4, width)
-        numbers = look_up(_numbers(codes.device), codes).unflatten(-1, (-1, BLOCK))
-        scaled: Tensor = (numbers * from_e4m3(parts["block"])[..., None]).flatten(-2)
-        return scaled * self.scale_of(codes)
+        return decode_levels(self.level_codes(parts, width))
 
     def entry_bytes(self, width: int) -> int:
         """Numbers, and scales of blocks."""
-        return packed_width(width, 4) + width // BLOCK
+        return packed_width(width, BITS) + width // BLOCK
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Le
 from kvbench.errors import UserError
-from kvbench.kernels.pack import look_up, pack, packed_width, unpack
+from kvbench.kernels.level_attention import Levels, decode_levels
+from kvbench.kernels.pack import look_up, pack, packed_width
 from kvbench.method import Budget, BudgetKind, Card, Shape
 from kvbench.methods.quantization.coded import CodedMethod
 from kvbench.store.coders import NORM_BYTES, Coder, Parts, SplitCoder, as_half, decode_signs, order_signs
@@ -73,9 +74,12 @@ class TurboQuant(CodedMethod):
             "not count as stored bytes: at 128 channels each has 64 KiB."),
             ("The sign of the residual's projection (variant=prod) has no bias and more variance; softmax attention "
             "often does better without it."),
-            "In plain PyTorch a step is slower than with the full cache: entries are decoded block by block.",
+            ("In plain PyTorch a step is slower than with the full cache: all entries are decoded in every step; with "
+            "variant=prod on a GPU, too, because the kernel reads no signs."),
         ),
     )
+
+    graphable: ClassVar[str | None] = None  # `stepwise` all the same, as in `fp8`
 
     def __post_init__(self) -> None:
         """Refuse more bits than codes may have, and no bit for the codebook (`UserError`)."""
@@ -140,13 +144,19 @@ class RotatedCoder(Coder):
 
     def decode(self, parts: Parts, width: int) -> Tensor:
         """Rotated coordinates; with `sign`, also the signs, scaled for the product with a projected query."""
-        levels = sphere_levels(width, self.level_bits, parts["packed"].device)
-        found = look_up(levels, unpack(parts["packed"], self.level_bits, width))
-        found = found * (parts["norm"].float() / math.sqrt(width))
+        found = decode_levels((self._rotated(parts, width),))
         if not self.sign:
             return found
         signs = decode_signs(parts["signs"])
         return torch.cat([found, signs * (parts["residual"].float() * (math.sqrt(math.pi / 2) / width))], dim=3)
+
+    def level_codes(self, parts: Parts, width: int) -> tuple[Levels] | None:
+        """Levels of a unit vector, and norms; not with `sign`."""
+        return None if self.sign else (self._rotated(parts, width),)
+
+    def _rotated(self, parts: Parts, width: int) -> Levels:
+        table = sphere_levels(width, self.level_bits, parts["packed"].device) / math.sqrt(width)
+        return Levels(parts["packed"], parts["norm"], table, self.level_bits, width)
 
     def turn(self, query: Tensor) -> Tensor:
         """Rotate; with `sign`, also project what was rotated."""

@@ -30,6 +30,8 @@ from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.full_int8 import FullInt8
+from kvbench.methods.quantization.nvfp4 import Nvfp4
+from kvbench.methods.quantization.turboquant import TurboQuant
 
 NO_STOP: frozenset[int] = frozenset()
 SNAPKV = SnapKV(window=4, kernel=3)
@@ -389,7 +391,10 @@ class Ragged(Full):
             kv.keep_where(torch.stack([index[:, 0] % 3 == 0, index[:, 1] % 6 > 0], dim=1))
 
 
-STATIC = {"full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "ragged": Ragged(), "fp8": Fp8(skip_layers=1)}
+STATIC = {
+    "full": Full(), "full-int8": FullInt8(), "snapkv": SNAPKV, "ragged": Ragged(), "fp8": Fp8(skip_layers=1),
+    "nvfp4": Nvfp4(), "turboquant": TurboQuant(),
+}
 SHAPES = {"plain": (4, 2, None), "sliding window": (4, 2, 12)}
 every_static_method = pytest.mark.parametrize("method", STATIC.values(), ids=STATIC)
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -458,17 +463,24 @@ def test_a_recorded_step_replays(method, shape, new_tape):
 @every_shape
 @every_static_method
 def test_static_steps_have_the_same_shapes(method, shape, new_tape):
-    """Two steps in a row consist of the same operations on tensors of the same shapes; eager ones do not."""
-    found = {}
-    for static in (True, False):
-        with open_static(tiny_model(*shape), method, static=static) as session:
-            tapes = []
-            for _ in range(2):
-                with new_tape() as tape:
-                    step_logits(session, torch.tensor([[5]]))
-                tapes.append(tape.shapes)
-        found[static] = tapes[0] == tapes[1]
-    assert found == {True: True, False: False}
+    """Two steps in a row consist of the same operations on tensors of the same shapes."""
+    with open_static(tiny_model(*shape), method) as session:
+        assert step_shapes(session, new_tape) == step_shapes(session, new_tape)
+
+
+@pytest.mark.few(4)
+@every_static_method
+def test_eager_steps_grow(method, new_tape):
+    """Otherwise the test above could not fail."""
+    with open_static(tiny_model(), method, static=False) as session:
+        assert step_shapes(session, new_tape) != step_shapes(session, new_tape)
+
+
+def step_shapes(session, new_tape):
+    """The operations of one step, with the shapes of their tensors."""
+    with new_tape() as tape:
+        step_logits(session, torch.tensor([[5]]))
+    return tape.shapes
 
 
 @pytest.mark.few(2)

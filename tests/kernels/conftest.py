@@ -84,9 +84,10 @@ def triton(monkeypatch):
 @pytest.fixture
 def small_code_tiles(monkeypatch):
     """Of attention over codes: Triton's blocks are 8 queries and 16 entries, and tiles 32 entries."""
-    fast = pytest.importorskip("kvbench.kernels.packed_attention.triton")
-    monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
-    monkeypatch.setattr(fast, "_blocks", lambda *_: (8, 16, 4, 2))
+    for operation, blocks in (("packed", (8, 16, 4, 2)), ("level", (8, 16, 4))):
+        fast = pytest.importorskip(f"kvbench.kernels.{operation}_attention.triton")
+        monkeypatch.setattr(fast, "tile_entries", lambda *_: 32)
+        monkeypatch.setattr(fast, "_blocks", lambda *_, blocks=blocks: blocks)
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ SPILLED = {"attend_tiles": 16}
 KERNELS = {
     "rows": {"attend_tiles", "merge_parts", "merge_pairs", "score_pages", "attend_pages", "attend_blocks",
              "weigh_entries"},
-    "codes": {"attend_codes", "attend_bitmaps", "sieve_entries", "code_groups", "write_entries", "code_entries",
-              "write_keys", "merge_run", "merge_parts"},
+    "codes": {"attend_codes", "attend_levels", "attend_bitmaps", "sieve_entries", "code_groups", "write_entries",
+              "code_entries", "write_keys", "merge_run", "merge_parts"},
 }
 KERNELS["methods"] = KERNELS["rows"] | KERNELS["codes"]
 """By the calls that launch them: operations on tensors of several types and widths, and every method."""
@@ -132,6 +132,7 @@ def coded(bits, tokens, channels, width=128):
 def call_operations_on_codes():
     """Every width of codes with the groups that methods have, 8-bit, sparse, factored and merged entries."""
     from kvbench.kernels import bitmap_attention, int8_attention, lowrank_keys, pack
+    from kvbench.kernels.level_attention import Levels, level_partial
     from kvbench.kernels.merge_sets.triton import merge_runs
     from kvbench.kernels.packed_attention import packed_partial
 
@@ -153,6 +154,20 @@ def call_operations_on_codes():
         int8_attention.int8_attention(query, **eight, **every, sinks=rows(32), length=number)
         sparse = bitmap_attention.compress(held, width // 2)
         bitmap_attention.bitmap_partial(query, sparse, sparse, **every, seen=5000)
+
+    def level(bits, width, factor):
+        packed = rows(2, 8, 4096, pack.packed_width(width, bits), dtype=torch.uint8)
+        return Levels(packed, factor, rows(2**bits, dtype=torch.float32), bits, width)
+
+    blocks = level(4, 128, rows(2, 8, 4096, 8, dtype=torch.uint8))
+    norms = rows(2, 8, 4096, 1, dtype=torch.float16)
+    halves = level(4, 32, norms), level(3, 96, norms)
+    for dtype, queries in ((torch.bfloat16, 1), (torch.bfloat16, 64), (torch.float32, 1), (torch.float32, 64)):
+        for parts in ((blocks,), halves):
+            query = rows(2, 32, queries, 128, dtype=dtype)
+            level_partial(query, parts, parts, scale=0.1, seen=5000)
+            level_partial(query, parts, parts, **every, seen=5000)
+        level_partial(rows(2, 32, 1, 128, dtype=dtype), parts, parts, **every, seen=5000, length=number)
 
     class Turning:
         """A rotation of half of the channels, or of none."""

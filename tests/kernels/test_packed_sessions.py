@@ -17,6 +17,7 @@ from kvbench.registry import find_method
 PROMPT = {"dense_attention", "dense_attention.prompt"}
 TAIL = {"ragged_attention.dense_partial", "ragged_attention.merge_partials"}
 CODES = {"pack.quantize", "packed_attention.packed_partial"}
+LEVELS = {"level_attention.level_partial", "ragged_attention.merge_partials"}
 FLAT = {"ragged_attention.ragged_partial"}
 SLIDING = (4, 1, 20)
 METHODS = {
@@ -26,6 +27,8 @@ METHODS = {
         SLIDING, {"high_bits": 4}, None, TAIL | CODES | {"column_sums", "attention_mass", "pack.dequantize"},
     ),
     "zipcache": ((4, 2, None), {"gap": 5}, None, TAIL | CODES | {"attention_mass"}),
+    "nvfp4": ((4, 2, None), {}, None, LEVELS),
+    "turboquant": (SLIDING, {}, None, LEVELS),
     "full-int8": ((4, 2, None), {}, None, {"int8_attention", "int8_attention.quantize_rows"}),
     "shadowkv": (
         (4, 2, None), {"chunk": 2, "local_chunks": 1}, Budget("rows", 8), TAIL | FLAT | {"lowrank_keys.restore_keys"},
@@ -33,7 +36,7 @@ METHODS = {
     "kvmerger": ((4, 2, None), {}, Budget("rows", 16), TAIL | FLAT | {"column_sums", "merge_sets"}),
 }
 """Model, settings, budget, and the operations that must have run as Triton's."""
-TORCH = {"attention_mass.joint_lse", "lowrank_keys.factor_keys"}
+TORCH = {"pack", "attention_mass.joint_lse", "lowrank_keys.factor_keys"}
 """Operations that the Triton implementations leave to torch."""
 
 
