@@ -84,7 +84,7 @@ def test_bytes_of_a_batch_of_two():
 
 
 def test_host_memory_that_grows_after_the_context_is_stored():
-    """What was on the host at the end of the context is `host_bytes`, and what came later counts as stored."""
+    """Bytes on the host at the end of the context are `host_bytes`; those added later count as stored."""
     layers = [Layer(100, host=30)]
     ledger = Ledger(layers)
     ledger.note_context(Full(), ONE, 1)
