@@ -40,7 +40,7 @@ demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90
 test: $(STAMP) ## Run the fast tests, in less than three minutes: every method, task, kernel operation and command once
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow"
 
-test-slow: $(STAMP) ## Run the tests that `make test` leaves out, or with MINUTES=10 as many as fit
+test-slow: $(STAMP) ## Run the tests that `make test` leaves out, or with MINUTES=8 as many as fit
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) -m slow $(MINUTES:%=--minutes %)
 
 test-all: $(STAMP) ## Run every test
