@@ -39,8 +39,7 @@ def cast_partial(
 
 
 def decoded_partial(
-    query: Tensor, decode: Callable[[tuple[slice, slice]], tuple[Tensor, Tensor]], kv_heads: int,
-    count: int, *,
+    query: Tensor, decode: Callable[[tuple[slice, slice]], tuple[Tensor, Tensor]], kv_heads: int, count: int, *,
     scale: float, seen: int, start: int, window: int | None, softcap: float | None, length: Tensor | None,
 ) -> Partial:
     """Partial attention over entries that are decoded one head at a time, or a whole sequence if they are few.
