@@ -220,6 +220,7 @@ def test_a_method_that_never_acts_fails_the_run(full, capsys):
     ({"method": "full", "pretrained": "random:mini"}, "is random"),
     ({"method": "nothing"}, "unknown method 'nothing'"),
     ({"method": "none"}, "none needs a diffusion model"),
+    ({"method": "cacheblend"}, "cacheblend reuses the parts of a prompt, and lm_eval's prompts name none"),
     ({}, "needs a method"),
 ])
 def test_wrong_arguments_are_refused(arguments, message):

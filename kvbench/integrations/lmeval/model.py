@@ -76,6 +76,11 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         made = configure(find_method(method), settings, "set", method)
         if made.card.models != "autoregressive":
             raise UserError(f"{made.card.name} needs a diffusion model, which lm_eval cannot score.")
+        if made.reads_parts:
+            raise UserError(
+                f"{made.card.name} reuses the parts of a prompt, and lm_eval's prompts name none. Use `kvbench run` "
+                "with a task of the suite reuse (`kvbench list tasks`)."
+            )
         self.budget = None if budget is None else Budget.parse(str(budget))
         check_model(pretrained)
         self.model = load_model(pretrained, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
