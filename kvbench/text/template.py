@@ -103,5 +103,5 @@ def refuse_ending(tokenizer: PreTrainedTokenizerBase, frame: Frame) -> None:
         raise UserError(
             f"the model's tokenizer puts {tokenizer.decode(whole[-1:])!r} after every text, so the context would end "
             "with it before the question. Set add_eos_token to false in its tokenizer_config.json, correct the "
-            "post_processor in its tokenizer.json, or use its chat template, if it has one."
+            "post_processor in its tokenizer.json, or use its chat template, if it has one, in `kvbench run`."
         )

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
 
 pytest.importorskip("lm_eval")
@@ -228,6 +231,20 @@ def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(UserError, match=message) as caught:
         KvbenchModel(device="cpu", **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
+    """The continuation would follow its token, and lose its own last one."""
+    shutil.copytree(MINI, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    end = "<|endoftext|>"
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
+    )
+    tokenizer.save(str(file))
+    with pytest.raises(UserError, match=r"puts '<\|endoftext\|>' after every text"):
+        KvbenchModel(pretrained=str(tmp_path / "model"), method="full", device="cpu")
 
 
 def test_settings_come_as_lm_eval_reads_them():

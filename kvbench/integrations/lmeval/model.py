@@ -31,6 +31,7 @@ from kvbench.method import Method, Moment
 from kvbench.registry import find_method
 from kvbench.runs.request import check_model
 from kvbench.settings import configure, jsonable_settings
+from kvbench.text.template import Frame, refuse_ending
 
 SETTING = "set."
 """Prefix of model arguments that are settings of the method."""
@@ -93,6 +94,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             raise UserError(
                 f"max_length={max_length} exceeds the maximum of model {pretrained}, {self.model.max_length} tokens."
             )
+        refuse_ending(self.model.tokenizer, Frame.plain())
         self.max_length, self.chunk = max_length or self.model.max_length, chunk
         self.method: Method = made.bind(self.model)
         longest = self.model.shape(self.max_length)
