@@ -67,13 +67,14 @@ class Frame:
                     "template in its tokenizer_config.json or chat_template.jinja."
                 ) from error
 
-        head, found, tail = render(user).partition(user)
-        if not found:  # templates of models with images may write a list of parts, and nothing of a text
+        head, _, tail = render(user).partition(user)
+        talk = render(user, assistant, again)
+        # Templates of models with images may write nothing of a text; others write the first or the last message alone.
+        if not all(x in talk for x in (user, assistant, again)):
             raise UserError(
                 "the model's chat template leaves out the text of a message. Use --template none, or correct the "
                 "template in its tokenizer_config.json or chat_template.jinja."
             )
-        talk = render(user, assistant, again)
         before, _, after = talk.partition(assistant)
         header, middle = before.partition(user)[2], after.partition(again)[0]
         lead = header.removeprefix(tail) if header.startswith(tail) and header.removeprefix(tail).isspace() else ""

@@ -266,3 +266,12 @@ def test_a_template_that_leaves_out_the_text_is_refused(model):
     )
     with pytest.raises(UserError, match="leaves out the text of a message"):
         Frame.of(tokenizer)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_template_of_one_message_is_refused(model, place):
+    """A second question would stand right behind the answer, without what the template puts between messages."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = f"USER: {{{{ messages[{place}].content }}}} ASSISTANT:"
+    with pytest.raises(UserError, match="leaves out the text of a message"):
+        Frame.of(tokenizer)
