@@ -467,6 +467,7 @@ def test_a_target_is_compared_by_the_tokens_that_follow_a_prompt(folder):
     (["--visibility", "hidden"], "cannot be hidden"),
     (["--mode", "multi-turn"], "unknown mode for task lm-eval:needles 'multi-turn'"),
     (["--task-set", "num_fewshot=-1"], "must be 0 or more"),
+    (["--task-set", "num_fewshot=4"], "cannot be built with 4 few-shot examples, for which it has 3 documents"),
 ])
 def test_what_cannot_be_run_is_refused(run, options, message):
     """One line, exit code 2, nothing written."""

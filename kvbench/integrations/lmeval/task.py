@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 from kvbench.errors import UserError
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
+from kvbench.log import count
 from kvbench.machine import find_version, load_extra
 from kvbench.task import Example, Mode, Scorer, Split, Task, Turn, encode, prompt_tokens
 from kvbench.text.template import Frame
@@ -149,11 +150,24 @@ class LmEvalTask(Task):
         yield from made
 
     def _requests(self, n: int, fewshot_seed: int) -> dict[int, list[Any]]:
-        """lm_eval's requests for the first documents, by document: one text, or one per choice."""
+        """lm_eval's requests for the first documents, by document: one text, or one per choice.
+
+        Raises:
+            UserError: lm_eval cannot build a prompt, as with more few-shot examples than there are documents for them.
+        """
         task = load_task(self.source)
         task.set_config("num_fewshot", self.shots)
         task.set_fewshot_seed(fewshot_seed)  # documents draw from one sequence
-        task.build_all_requests(limit=n)
+        try:
+            task.build_all_requests(limit=n)
+        except Exception as error:  # from lm_eval, or the task's templates and code
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            shots = (
+                f" with {count(self.shots, 'few-shot example')}, for which it has "
+                f"{count(len(task.fewshot_docs()), 'document')}" if self.shots else ""
+            )
+            step = "Use a smaller --task-set num_fewshot, or correct the task" if self.shots else "Correct the task"
+            raise UserError(f"the prompts of {self.name} cannot be built{shots}: {reason}. {step}.") from error
         found: dict[int, list[Any]] = {}
         for request in task.instances:
             found.setdefault(request.doc_id, []).append(request)
