@@ -51,6 +51,9 @@ def _score(
     known: Sequence[Mapping[str, object]] = [{}] * len(predictions) if facts is None else facts
     if len(known) != len(predictions):
         raise UserError(f"{len(known)} facts for {len(predictions)} predictions. Give one mapping for each.")
+    for i, gold in enumerate(references):
+        if not gold:
+            raise UserError(f"prediction {i} has no reference, so nothing can be right. Give it one or leave it out.")
     for i, found in enumerate(known):
         if missing := [x for x in scorer.facts if x not in found]:
             raise UserError(

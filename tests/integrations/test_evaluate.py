@@ -99,6 +99,13 @@ def test_missing_facts_are_named(toys, facts, message):
         load_metric("toy-part@1").compute(predictions=["a", "b"], references=[["a"], ["b"]], **facts)
 
 
+@pytest.mark.parametrize("scorer", ["ruler-string-match-all@1", "ruler-string-match-part@1"])
+def test_a_prediction_without_references_is_refused(scorer):
+    """Nothing could be right, so 0 would be no score of the prediction."""
+    with pytest.raises(UserError, match="prediction 1 has no reference"):
+        load_metric(scorer).compute(predictions=["a", "b"], references=[["a"], []])
+
+
 def test_an_unknown_scorer_is_named(toys):
     """With the nearest, and the tasks that could not be searched; they harm nobody else."""
     with pytest.raises(UserError) as error:
