@@ -249,11 +249,14 @@ def _trained(
 ) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        device_map=device_map, key_mapping=names,
+        device_map=device_map, key_mapping=names, ignore_mismatched_sizes=True,  # refused below, by name
     )
     module: PreTrainedModel
     module, info = loaded
-    absent = sorted({*info["missing_keys"], *(str(x) for x in info["mismatched_keys"])})
+    wrong = (
+        f"{key} of the shape {list(found)} instead of {list(wanted)}" for key, found, wanted in info["mismatched_keys"]
+    )
+    absent = sorted({*info["missing_keys"], *wrong})
     if absent:
         raise UserError(
             f"model '{name}' lacks {len(absent)} of its weights, for example {absent[0]}; transformers would set them "
