@@ -26,7 +26,8 @@ def go_around(inner: type[Method], card: Card) -> type[Method]:
         UserError: the entries that the other method keeps cannot be packed.
     """
     name = f"{inner.card.name}+{card.name}"
-    if not issubclass(inner, (ScoredMethod, HeadMethod)) or issubclass(inner, (HeadAllocation, PackedMethod)):
+    packable = issubclass(inner, (ScoredMethod, HeadMethod)) and inner.end_of_layer is Method.end_of_layer
+    if not packable or issubclass(inner, (HeadAllocation, PackedMethod)):
         raise UserError(f"{name} makes no sense: {_reason(inner)}")
     limit = "A budget counts entries before they are packed: fewer bytes are stored, as measured."
     if issubclass(inner, HeadMethod):
@@ -49,6 +50,11 @@ def _reason(inner: type[Method]) -> str:
         return "kivi packs the same blocks in all heads, and these keep unequal numbers of entries. Leave +adakv out."
     if inner.card.budget is BudgetKind.NONE:
         return f"{name} keeps every entry, as kivi alone does."
+    if issubclass(inner, ScoredMethod) and inner.end_of_layer is not Method.end_of_layer:
+        return (
+            f"kivi packs a layer's entries when they are scored, and {name} decides later which of them it keeps. Use "
+            "a method that decides at once (snapkv+kivi)."
+        )
     return (
         f"a packed block of entries cannot change, and {name} drops, overwrites, merges or selects single entries. "
         "Use a method that scores entries once (snapkv+kivi) or trims heads (razor-attention+kivi)."

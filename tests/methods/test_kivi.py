@@ -249,6 +249,7 @@ def test_what_keeps_everything_may_be_too_short_to_pack():
         ("mikv+kivi", "quantizes"), ("full+kivi", "as kivi alone does"), ("h2o+kivi", "cannot change"),
         ("tova+kivi", "cannot change"), ("streaming-llm+kivi", "cannot change"), ("adakv+kivi", "unequal numbers"),
         ("snapkv+adakv+kivi", "unequal numbers"), ("kivi+adakv", "does not"),
+        ("kvzap+kivi", "decides later"), ("cake+kivi", "decides later"), ("dms+kivi", "decides later"),
         ("snapkv+h2o", r"no other method\. Use snapkv or h2o alone\."),
         ("kivi+snapkv", r"no other method\. The outer method stands last: snapkv\+kivi\."),
     ],
