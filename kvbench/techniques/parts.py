@@ -59,7 +59,7 @@ def find_part(
     Raises:
         UserError: the file is unreadable, or of another method or model.
     """
-    key = method, file or how, model.sha256, model.dtype
+    key = method, _identify(Path(file)) if file else how, model.sha256, model.dtype
     if key not in _HASHES:
         if file:
             published = None if rename is None else read_published(Path(file), method, rename)
@@ -69,6 +69,12 @@ def find_part(
         _HASHES[key] = part.sha256
         _FOUND[part.sha256] = part
     return _HASHES[key]
+
+
+def _identify(path: Path) -> str:
+    """A file, or the files of a folder, as they are now: one that was written again has other weights."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return " ".join([str(path), *(f"{x.name} {x.stat().st_mtime_ns} {x.stat().st_size}" for x in files if x.exists())])
 
 
 def find_shipped(method: str, model: str, sha256: str) -> TrainedPart | None:
