@@ -124,6 +124,12 @@ class ReasonCache(Method):
         )
         part = get_part(sha256)
         prefix = Prefix(model, self.entries)
+        held = part.weights.get("keys.0")
+        if held is not None and held.dim() == 3 and held.shape[1] != self.entries:
+            raise UserError(
+                f"reasoncache: entries is {self.entries}, and the prefix trained for {model.id} has {held.shape[1]}. "
+                f"Use --set entries={held.shape[1]}, or --set weights=FILE with a prefix of {self.entries} entries."
+            )
         check_shapes("reasoncache", model, part, {name: tuple(x.shape) for name, x in prefix.state_dict().items()})
         if sha256 not in _PREFIXES or _PREFIXES[sha256][0][0].device != model.device:
             prefix.load_state_dict(dict(part.weights))

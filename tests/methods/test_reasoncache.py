@@ -172,8 +172,20 @@ def test_weights_of_another_model_or_shape_are_refused(model, tmp_path):
     prefixed(model, path)
     with pytest.raises(UserError, match=r"was trained for model .*Give weights of this model"):
         ReasonCache(weights=str(path), entries=12).bind(tiny_model(2, 2))
-    with pytest.raises(UserError, match=r"weight 'keys.0' has shape \(2, 12, 16\), and .* needs \(2, 16, 16\)"):
+    wider = tiny_model(4, 4)
+    write_part(path, "reasoncache", model, Prefix(wider, 12).state_dict(), TASKS)
+    with pytest.raises(UserError, match=r"weight 'keys.0' has shape \(4, 12, 16\), and .* needs \(2, 12, 16\)"):
+        ReasonCache(weights=str(path), entries=12).bind(model)
+
+
+def test_a_prefix_of_other_entries_is_refused_with_its_number(model, mini, tmp_path):
+    """Of a file, and the shipped one, which no setting names."""
+    path = tmp_path / "part.safetensors"
+    prefixed(model, path)
+    with pytest.raises(UserError, match=r"entries is 16, and the prefix .* has 12\. Use --set entries=12"):
         ReasonCache(weights=str(path)).bind(model)
+    with pytest.raises(UserError, match=r"entries is 8, and the prefix trained for mini has 16\. Use --set entries=16"):
+        ReasonCache(entries=8).bind(mini)
 
 
 def test_a_prefix_of_more_entries_than_a_text_is_trained_on_longer_texts(model):
