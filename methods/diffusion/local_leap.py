@@ -41,7 +41,8 @@ class LocalLeap(Policy):
         del answer
         if sampling.threshold is None or sampling.threshold < self.relaxed:
             raise UserError(
-                f"local-leap relaxes a threshold to {self.relaxed}: give a higher one, such as --gen threshold=0.9."
+                f"local-leap relaxes a threshold to {self.relaxed}: give a higher one, such as --gen "
+                f"threshold={max(0.9, self.relaxed)}."
             )
 
     def accept(self, d: Denoising, confidence: Tensor) -> Tensor:
