@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from kvbench.methods.diffusion.dllm_cache import DllmCache
 from kvbench.methods.diffusion.elastic_cache import ElasticCache
 from kvbench.methods.diffusion.sparse_dllm import SparseDllm
+from kvbench.methods.diffusion.wedlm import WeDlm
+
+from .test_policies import POLICIES
+
+GUIDE = Path(__file__).parents[2] / "docs" / "diffusion.md"
 
 
 @pytest.mark.parametrize("tracked", [0, 1])
@@ -35,3 +44,16 @@ def test_dllm_cache_pays_for_the_values_that_it_chooses_by(unshifted, prompts, f
     row = 2 * 16 * 4  # 2 heads of 16, float32
     attended = 16 + (16 if chosen else 3)
     assert found.read_bytes == row * (attended * 2 * 36 + chosen * 2 * 16)
+
+
+def test_the_guide_names_the_policies_that_do_not_read_every_key(unshifted, prompts, fill):
+    """Less than the sequence in every pass, but for a pass over the prompt alone."""
+    fewer = set()
+    for name, (method, how) in POLICIES.items():
+        narrow = replace(method, window=4) if isinstance(method, WeDlm) else method  # less than the answer
+        found = fill(unshifted, narrow, prompt=prompts[:1], answer=32, **how)
+        every = 2 * 2 * 52 * 2 * 16 * 4  # layers, keys and values, rows, 2 heads of 16, float32
+        if found.read_bytes < every * (found.nfe - 1):
+            fewer.add(name)
+    (said,) = re.findall(r"attention reads every key, except in (.+?)\.", GUIDE.read_text())
+    assert set(re.findall(r"`(.+?)`", said)) == fewer
