@@ -247,6 +247,16 @@ def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
         KvbenchModel(pretrained=str(tmp_path / "model"), method="full", device="cpu")
 
 
+def test_a_tokenizer_without_special_tokens_scores(full):
+    """Only an empty context needs one."""
+    model = KvbenchModel(method="full", device="cpu", dtype="float32")
+    asked = ask("loglikelihood", ("The old river was", " long."))
+    model.tokenizer.eos_token = None
+    assert model.loglikelihood(asked, disable_tqdm=True) == full.loglikelihood(asked, disable_tqdm=True)
+    with pytest.raises(UserError, match="names no token that ends a text"):
+        model.loglikelihood(ask("loglikelihood", ("", "The river")), disable_tqdm=True)
+
+
 def test_settings_come_as_lm_eval_reads_them():
     """`set.` names settings of the method, and its arguments go before lm_eval's options."""
     made = KvbenchModel.create_from_arg_string(

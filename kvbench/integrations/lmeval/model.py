@@ -126,7 +126,16 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The token that ends a text.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(
+                f"the tokenizer of {self.model.id} names no token that ends a text, which lm_eval needs for an empty "
+                "context. Name it in tokenizer_config.json (eos_token), or use another model."
+            )
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -154,7 +163,9 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids; by default with the tokenizer's special tokens, unless the text begins with them already."""
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
+            tokens = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+            first = [x for x in tokens if x is not None][:1]  # some tokenizers have neither
+            add_special_tokens = not (first and string.startswith(str(self.tokenizer.decode(first))))
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens).input_ids)
 
     def get_model_info(self) -> dict[str, object]:
