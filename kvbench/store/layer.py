@@ -141,7 +141,7 @@ class LayerKV(DenseKV):
         indices: [B, H_kv, m], distinct.
         """
         self.refuse_frozen()
-        assert self.bounded, "entries may be overwritten only in a store that is `bounded`: its forks copy"
+        assert self.bounded, "only a bounded store drops entries in place: return LayerKV(bounded=True) from `layer`"
         if self._window is not None and not self.track:
             self._replace(self._held_with_holes(), self.n)
         assert self._buffer is not None

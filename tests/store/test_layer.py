@@ -303,7 +303,7 @@ def test_compressing_a_fork_leaves_the_parent_alone():
 
 def test_rows_are_dropped_in_place_only_where_forks_copy():
     """A store that shares rows with its forks refuses to overwrite them."""
-    with pytest.raises(AssertionError, match="bounded"):
+    with pytest.raises(AssertionError, match=r"return LayerKV\(bounded=True\)"):
         context().drop(torch.tensor([0]).expand(2, HEADS, -1))
 
 
