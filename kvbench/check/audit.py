@@ -64,10 +64,26 @@ def audit_rows(table: TaskTable, rows: RecordFile, tokenizer: PreTrainedTokenize
             claimed = table.answer_in_context if asked.answer_in_context is None else asked.answer_in_context
             if claimed and not any(x in example.context for x in turn.references):
                 findings.append(ExampleFault(example.id, line, index, f"the answer is not in {where}"))
-            if fault := find_scoring_fault(type(task), asked):
+            if fault := find_scoring_fault(type(task), asked) or _find_cut(task, turn, tokenizer):
                 findings.append(ExampleFault(example.id, line, index, fault))
     findings += _compare(examples, list(rows.valid))
     return _sum_up(examples, sizes, sorted(findings, key=lambda x: (x.line or 0, x.turn or 0)))
+
+
+def _find_cut(task: Task, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Describe a reference answer that is longer than `max_new_tokens` and scores nothing once it is cut there."""
+    ids = tokenizer.encode(turn.answer, add_special_tokens=False)
+    scorer, most = task.scorers[0], turn.max_new_tokens
+    if turn.choices or len(ids) <= most or not scorer.higher_is_better:
+        return None
+    try:
+        score = scorer(tokenizer.decode(ids[:most]), list(turn.references), {})
+    except (ValueError, IndexError, ZeroDivisionError):
+        score = None
+    return None if score else (
+        f"the reference answer {turn.answer!r} has {len(ids)} tokens, and scores nothing when it is cut at "
+        f"max_new_tokens = {most}. Use a greater max_new_tokens"
+    )
 
 
 def audit_task(task: Task, tokenizer: PreTrainedTokenizerBase, samples: int) -> Audit:

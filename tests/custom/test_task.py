@@ -341,13 +341,13 @@ def test_a_wrong_choice_that_would_count_is_refused(kvbench, write, model_folder
     turn = {"question": "q", "answer": " 10", "choices": [" 10", " 100"]}
     records = [RECORDS[0], {"id": "a", "context": "c" * 30, "turns": [turn]}]
     message = f"scorer {scorer} counts the wrong choice ' 100' as right. Use the scorer exact@1"
-    path = write(records, scorer=scorer)
+    path = write(records, scorer=scorer, max_new_tokens=7)
     with pytest.raises(UserError, match=re.escape(f"records.jsonl, line 2, turn 0: {message}")):
         read(path)
     answer = kvbench("check", path, "--model", model_folder, "--json")
     assert [(x["line"], x["turn"], x["what"]) for x in answer.json["findings"]] == [(2, 0, message)]
     assert answer.code == 1
-    assert kvbench("check", write(records, scorer="exact@1"), "--model", model_folder).code == 0
+    assert kvbench("check", write(records, scorer="exact@1", max_new_tokens=7), "--model", model_folder).code == 0
     both = {**turn, "references": ["10", "100"]}
     assert read(write([{**records[1], "turns": [both]}], scorer=scorer)).scorers[0].id == scorer
 
@@ -359,7 +359,7 @@ def test_an_answer_that_the_scorer_cannot_score_is_refused(kvbench, write, model
     """A scorer of numbers reads one from the reference answer; a run names the line, and so does `check`."""
     records = [{"id": x, "context": x * 30, "turns": [{"question": "q", "answer": x}]} for x in (" 3", " third")]
     message = f"scorer {scorer} cannot score the reference answer ' third' ("
-    path = write(records, scorer=scorer)
+    path = write(records, scorer=scorer, max_new_tokens=7)
     with pytest.raises(UserError, match=re.escape(f"records.jsonl, line 2, turn 0: {message}")):
         read(path)
     answer = kvbench("check", path, "--model", model_folder, "--json")
@@ -444,7 +444,22 @@ def test_check_lists_errors_by_line_and_turn(kvbench, write, model_folder):
     assert answer.json["tokens"] == [3 + 2 + 4, 96]
     assert (answer.json["examples"], answer.json["turns"], answer.json["cut"]) == (3, 8, 0)
     assert "line 1 has the same id" in answer.out
-    assert kvbench("check", write(), "--model", model_folder).code == 0
+    assert kvbench("check", write(max_new_tokens=7), "--model", model_folder).code == 0
+
+
+def test_check_finds_answers_beyond_the_limit(kvbench, write, model_folder):
+    """A reference answer that the limit cuts to a text without score; one that scores all the same is no error."""
+    turns = [
+        {"question": "q", "answer": " Paris"}, {"question": "r", "answer": " Paris", "max_new_tokens": 6},
+        {"question": "s", "answer": " Paris", "references": ["Par"]},
+        {"question": "t", "answer": " Paris", "choices": [" Paris", " Rome"]},
+    ]
+    answer = kvbench("check", write([{"id": "a", "context": "c", "turns": turns}]), "--model", model_folder, "--json")
+    assert answer.code == 1
+    assert [(x["turn"], x["what"]) for x in answer.json["findings"]] == [(0, (
+        "the reference answer ' Paris' has 6 tokens, and scores nothing when it is cut at max_new_tokens = 4. Use a "
+        "greater max_new_tokens"
+    ))]
 
 
 def test_check_looks_at_what_a_cut_leaves(kvbench, write, model_folder):
