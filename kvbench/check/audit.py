@@ -77,7 +77,7 @@ def _find_cut(task: Task, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> str
     if turn.choices or len(ids) <= most or not scorer.higher_is_better:
         return None
     try:
-        score = scorer(tokenizer.decode(ids[:most]), list(turn.references), {})
+        score = scorer(str(tokenizer.decode(ids[:most])), list(turn.references), {})
     except (ValueError, IndexError, ZeroDivisionError):
         score = None
     return None if score else (
