@@ -12,22 +12,35 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kvbench.constraints import setting_fields
 from kvbench.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
+    from kvbench.method import Card
 
 M = TypeVar("M", bound=nn.Module)
 Rename = Callable[[str], str | None]
 """From a name in the authors' files to that of the part's module; None: not of the part."""
 PICKLED = (".bin", ".pt", ".pth")
 SHIPPED = Path(__file__).parents[1] / "models" / "parts"
+
+
+class TrainedMethod(Protocol):
+    """A method with a part. weights: a file with the user's; empty: none. steps: of the training, if a run trains."""
+
+    card: ClassVar[Card]
+
+    @property
+    def weights(self) -> str: ...  # noqa: D102  # the class says it
+    @property
+    def steps(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -48,27 +61,40 @@ _MODULES: dict[str, nn.Module] = {}
 
 
 def find_part(
-    method: str, model: Model, file: str, train: Callable[[], Mapping[str, Tensor]], how: str,
+    method: TrainedMethod, model: Model, train: Callable[[], Mapping[str, Tensor]], how: str,
     rename: Rename | None = None,
 ) -> str:
     """Read a part from a file, the one that is shipped for this model, or train it; its hash, for `get_part`.
 
-    file: as set by the user; empty: none. train: makes the weights. how: the data and settings of `train`, in words.
-    rename: reads the authors' files, or folders with them.
+    train: makes the weights. how: the data and settings of `train`, in words. rename: reads the authors' files, or
+    folders with them.
 
     Raises:
-        UserError: the file is unreadable, or of another method or model.
+        UserError: the file is unreadable, or of another method or model; `steps` is set, and nothing is trained.
     """
-    key = method, _identify(Path(file)) if file else how, model.sha256, model.dtype
+    name = method.card.name
+    file = Path(method.weights) if method.weights else None
+    if sets_steps(type(method), method.steps) and (file or find_shipped(name, model.id, model.sha256)):
+        raise UserError(
+            f"{name}: steps={method.steps} has no effect, because no part is trained: "
+            f"{f'its weights are those of {file}' if file else f'kvbench has trained weights for {model.id}'}. Leave "
+            "--set steps out."
+        )
+    key = name, _identify(file) if file else how, model.sha256, model.dtype
     if key not in _HASHES:
         if file:
-            published = None if rename is None else read_published(Path(file), method, rename)
-            part = read_part(Path(file), method, model) if published is None else published
+            published = None if rename is None else read_published(file, name, rename)
+            part = read_part(file, name, model) if published is None else published
         else:
-            part = find_shipped(method, model.id, model.sha256) or make_part(train(), how)
+            part = find_shipped(name, model.id, model.sha256) or make_part(train(), how)
         _HASHES[key] = part.sha256
         _FOUND[part.sha256] = part
     return _HASHES[key]
+
+
+def sets_steps(kind: type, steps: object) -> bool:
+    """Whether this is not the number of training steps that a method has by default."""
+    return steps != setting_fields(kind)["steps"].default
 
 
 def _identify(path: Path) -> str:

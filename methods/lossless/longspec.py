@@ -102,7 +102,7 @@ class LongSpec(Proposed):
     def bind(self, model: Model) -> Self:
         """Find the layer's weights, or train it."""
         sha256 = find_part(
-            "longspec", model, self.weights, lambda: self._train(model),
+            self, model, lambda: self._train(model),
             f"Python's manual, {self.steps} steps, window {self.window}", AUTHORS,
         )
         part = get_part(sha256)

@@ -171,7 +171,7 @@ class FluxAttention(SparsePrefillMethod):
         """Find the weights of the routers, or train them."""
         require_inverse_rotation(model, "flux-attention")
         sha256 = find_part(
-            "flux-attention", model, self.weights, lambda: self._train(model),
+            self, model, lambda: self._train(model),
             f"Python's manual, {self.steps} steps, {self.sinks} first and {self.local} last entries in blocks of "
             f"{self.block or 'the usual size'}", AUTHORS,
         )

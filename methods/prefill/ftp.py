@@ -119,7 +119,7 @@ class FTP(Method):
         """Find the router's weights and how much layers skip, or train it."""
         weights = tuple(float(x.window is None) for x in model.layers)
         sha256 = find_part(
-            "ftp", model, self.weights, lambda: self._train(model, weights), f"Python's manual, {self.steps} steps"
+            self, model, lambda: self._train(model, weights), f"Python's manual, {self.steps} steps"
         )
         part = get_part(sha256)
         load_module("ftp", model, sha256, make_router)

@@ -96,7 +96,7 @@ class SeerAttention(SparsePrefillMethod):
         """Find the weights of the gates, or train them."""
         require_inverse_rotation(model, "seerattention")
         sha256 = find_part(
-            "seerattention", model, self.weights, lambda: self._train(model), f"Python's manual, {self.steps} steps",
+            self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps",
             AUTHORS,
         )
         weights = get_part(sha256).weights

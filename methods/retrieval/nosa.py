@@ -130,7 +130,7 @@ class Nosa(ReadingMethod):
     def bind(self, model: Model) -> Self:
         """Find the weights of the gates, or train them."""
         sha256 = find_part(
-            "nosa", model, self.weights, lambda: self._train(model),
+            self, model, lambda: self._train(model),
             f"Python's manual, {self.steps} steps in blocks of {self.block}, local={self.local:g}, "
             f"aware={self.aware:g}", AUTHORS,
         )

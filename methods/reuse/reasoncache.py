@@ -119,7 +119,7 @@ class ReasonCache(Method):
                 "positions are learned, or not understood. Use a model with rotary embedding."
             )
         sha256 = find_part(
-            "reasoncache", model, self.weights, lambda: self._train(model),
+            self, model, lambda: self._train(model),
             f"Python's manual, {self.steps} steps, {self.entries} entries",
         )
         part = get_part(sha256)

@@ -269,6 +269,11 @@ def test_another_part_than_the_shipped_one_is_refused(done, check, field, value,
     assert reason in check(edit(done("shipped").files, RESULT, change))["refused"]
 
 
+def test_steps_of_a_training_that_did_not_take_place_are_refused(done, check):
+    forged = in_spec("method", "settings", "steps", value=7)(done("shipped").files)
+    assert "its setting steps is 7, and the part of ftp for mini is shipped" in check(forged)["refused"]
+
+
 @pytest.mark.slow
 def test_a_prefill_within_the_budget_keeps_no_scores(done):
     """Scores that no eviction needs would be stored, and no declaration counts them."""

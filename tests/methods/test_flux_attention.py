@@ -232,4 +232,4 @@ def test_weights_of_another_model_or_without_a_router_are_refused(model, tmp_pat
     with pytest.raises(UserError, match=r"weight '1.0.bias' has shape None, and .* needs \(128,\)"):
         FluxAttention(weights=str(tmp_path / "one")).bind(model)
     with pytest.raises(UserError, match=r"no readable safetensors file.*Check the path"):
-        find_part("flux-attention", model, str(tmp_path / "none"), dict, "")
+        find_part(FluxAttention(weights=str(tmp_path / "none")), model, dict, "")

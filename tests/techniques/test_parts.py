@@ -1,18 +1,37 @@
-"""Trained parts: when a file is read again."""
+"""Trained parts: when a file is read again, and which settings are refused."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
-from kvbench.techniques.parts import find_part, get_part, write_part
+from kvbench.methods.eviction.locret import HIDDEN, Locret
+from kvbench.methods.eviction.retaining import make_heads
+from kvbench.techniques import parts
+from kvbench.techniques.parts import find_part, get_part, make_part, write_part
 
 
 def test_a_file_that_was_written_again_is_read_again(tmp_path):
     """In one process: the path is the same, and the weights are not."""
     path, model = tmp_path / "part.safetensors", tiny_model()
     for count in (1, 2):
-        write_part(path, "some", model, {"x": torch.ones(count)}, "data")
-        found = [find_part("some", model, str(path), dict, "not trained") for _ in range(2)]
+        write_part(path, "locret", model, {"x": torch.ones(count)}, "data")
+        found = [find_part(Locret(weights=str(path)), model, dict, "not trained") for _ in range(2)]
         assert found[0] == found[1]
         assert get_part(found[0]).weights["x"].equal(torch.ones(count))
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "file"}], ids=["shipped", "file"])
+def test_steps_are_refused_where_nothing_is_trained(tmp_path, monkeypatch, settings):
+    """A result would state a training that did not take place."""
+    model = tiny_model()
+    weights = make_heads(model, HIDDEN).state_dict()
+    write_part(tmp_path / "file", "locret", model, weights, "data")
+    monkeypatch.chdir(tmp_path)
+    if not settings:
+        monkeypatch.setattr(parts, "find_shipped", lambda *_: make_part(weights, "data"))
+    assert Locret(**settings).bind(model).trained_on == "data"
+    with pytest.raises(UserError, match=r"locret: steps=7 has no effect, because no part.*Leave --set steps"):
+        Locret(steps=7, **settings).bind(model)

@@ -21,7 +21,7 @@ from kvbench.runs.journal import CacheBytes, Effect, Line, TokenCounts
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
 from kvbench.task import Encoded, Mode
-from kvbench.techniques.parts import find_shipped
+from kvbench.techniques.parts import find_shipped, sets_steps
 
 DROPPED = "entries_dropped"
 """The counter of every store; any other counter above 0 shows that entries may take fewer bytes, or be read less."""
@@ -110,7 +110,7 @@ def check_bytes(
     known = {x.name for x in fields(method) if x.metadata.get("resolved")}
     if strange := sorted(result.budget.resolved.keys() - known):
         raise RefusedError("bytes", f"its budget resolves {quote(strange[0])}, which {spec.method.name} does not have")
-    _check_part(spec, known, result.budget.resolved)
+    _check_part(spec, method, known, result.budget.resolved)
     resolved = [to_jsonable_python(fitted[x.context].resolution) for x in first if x.index == 0]
     if any(not _is_same(result.budget.resolved.get(key), value) for found in resolved for key, value in found.items()):
         raise RefusedError("bytes", "its budget does not resolve to the values in its result")
@@ -129,8 +129,8 @@ def _is_same(stated: object, found: object) -> bool:
     return stated == found and type(stated) is type(found)
 
 
-def _check_part(spec: RunSpec, known: AbstractSet[str], resolved: Mapping[str, object]) -> None:
-    """Refuse another part, or other data of its training, than those that are shipped for the model."""
+def _check_part(spec: RunSpec, method: Method, known: AbstractSet[str], resolved: Mapping[str, object]) -> None:
+    """Refuse another part, or other data or steps of its training, than those that are shipped for the model."""
     if missing := sorted({"part", "trained_on"} & known - resolved.keys()):
         raise RefusedError("bytes", f"its budget does not resolve {missing[0]}")
     if not {"part", "trained_on"} <= known:
@@ -140,6 +140,11 @@ def _check_part(spec: RunSpec, known: AbstractSet[str], resolved: Mapping[str, o
         raise RefusedError(
             "bytes", f"its part is {quote(resolved['part'])}, trained on {quote(resolved['trained_on'])}, and that of "
             f"{spec.method.name} for {spec.model.id} is {shipped.sha256}, trained on {shipped.data}"
+        )
+    if shipped is not None and sets_steps(type(method), spec.method.settings["steps"]):
+        raise RefusedError(
+            "bytes", f"its setting steps is {quote(spec.method.settings['steps'])}, and the part of {spec.method.name} "
+            f"for {spec.model.id} is shipped, not trained in a run"
         )
 
 
