@@ -59,12 +59,18 @@ class FastDdrive(Sections):
         return replace(self, fixed=tuple(ids))
 
     def check(self, sampling: Sampling, answer: int) -> None:
-        """Refuse a scaffold that is longer than the answer (`UserError`)."""
+        """Refuse a scaffold that is longer than the answer, or leaves nothing of it to decode (`UserError`)."""
         del sampling
-        if len(self.fixed or ()) > answer:
+        fixed = self.fixed or ()
+        if len(fixed) > answer:
             raise UserError(
-                f"fast-ddrive: the scaffold has {len(self.fixed or ())} tokens, and the answer {answer}. Use a shorter "
-                "scaffold, or a task with longer answers."
+                f"fast-ddrive: the scaffold has {len(fixed)} tokens, and the answer {answer}. Use a shorter scaffold, "
+                "or a task with longer answers."
+            )
+        if len(fixed) - fixed.count(FREE) == answer:
+            raise UserError(
+                f"fast-ddrive: the scaffold fixes all {answer} tokens of the answer. Use one with tokens to decode, "
+                "such as {8}, or a task with longer answers."
             )
 
     def begin(self, d: Denoising) -> None:

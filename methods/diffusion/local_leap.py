@@ -42,7 +42,7 @@ class LocalLeap(Policy):
         if sampling.threshold is None or sampling.threshold < self.relaxed:
             raise UserError(
                 f"local-leap relaxes a threshold to {self.relaxed}: give a higher one, such as --gen "
-                f"threshold={max(0.9, self.relaxed)}."
+                f"threshold={max(0.9, (1 + self.relaxed) / 2):g}."
             )
 
     def accept(self, d: Denoising, confidence: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ def test_local_leap_accepts_near_anchors(confidence, radius):
 @pytest.mark.parametrize(("method", "how", "message"), [
     (LocalLeap(), {}, "give a higher one, such as --gen threshold=0.9"),
     (LocalLeap(), {"threshold": 0.5}, "relaxes a threshold to 0.75"),
-    (LocalLeap(relaxed=0.95), {"threshold": 0.9}, "a higher one, such as --gen threshold=0.95"),
+    (LocalLeap(relaxed=0.95), {"threshold": 0.9}, "a higher one, such as --gen threshold=0.975"),
     (WindowDiffusion(), {"block": 4}, "leave --gen block out"),
     (WindowDiffusion(active=1, window=4), {"steps": 4}, "a step commits 4"),
     (ElasticCache(), {"block": 4}, "leave --gen block out"), (WeDlm(), {"block": 4}, "leave --gen block out"),

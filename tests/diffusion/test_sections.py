@@ -289,10 +289,14 @@ def test_a_scaffold_is_read_from_text(unshifted):
     assert FastDdrive().bind(unshifted).fixed == ()
 
 
-def test_a_scaffold_longer_than_the_answer_is_refused(unshifted, text, fill):
-    """With both lengths."""
-    with pytest.raises(UserError, match=r"the scaffold has 17 tokens, and the answer 16\. Use a shorter"):
-        fill(unshifted, FastDdrive(scaffold="{17}").bind(unshifted), prompt=text[None])
+@pytest.mark.parametrize(("fixed", "message"), [
+    ((FREE,) * 17, r"the scaffold has 17 tokens, and the answer 16\. Use a shorter"),
+    ((5,) * 16, r"the scaffold fixes all 16 tokens of the answer\. Use one with tokens to decode"),
+])
+def test_a_scaffold_that_does_not_fit_the_answer_is_refused(unshifted, text, fill, fixed, message):
+    """It is longer, or leaves nothing to decode."""
+    with pytest.raises(UserError, match=message):
+        fill(unshifted, FastDdrive(scaffold="x", fixed=fixed), prompt=text[None])
 
 
 def test_rollouts_of_one_prompt_store_it_once(unshifted, prompts):
