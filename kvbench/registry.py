@@ -254,7 +254,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
         )
     # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path.resolve())))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -313,8 +313,9 @@ def _broken(what: str, path: Path | None, error: Exception | SystemExit) -> User
     if isinstance(error, SyntaxError):
         line = error.lineno
     else:
+        own = None if path is None else str(path.resolve())
         frames = traceback.extract_tb(error.__traceback__)
-        line = next((x.lineno for x in reversed(frames) if path is not None and Path(x.filename) == path), None)
+        line = next((x.lineno for x in reversed(frames) if x.filename == own), None)
     where = f" (line {line})" if line is not None else ""
     detail = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     if isinstance(error, ValidationError):  # of a card

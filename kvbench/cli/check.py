@@ -74,8 +74,11 @@ def check_command(
 
     check_device(device)
     results = check(found, made.settings, device)
+    first = {x.detail: x.name for x in reversed(results) if not x.passed}
     print_table("", (found.card.name, "", "detail", "seconds"), [
-        (x.name, "ok" if x.passed else "FAILED", x.detail, f"{x.seconds:.2f}") for x in results
+        (x.name, "ok" if x.passed else "FAILED",
+         f"as in '{first[x.detail]}'" if first.get(x.detail, x.name) != x.name else x.detail, f"{x.seconds:.2f}")
+        for x in results
     ])
     if as_json:
         print_json([asdict(x) for x in results])
