@@ -70,18 +70,18 @@ def _broken(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is broken: {first_line(error)}. Fetch it again.") from error
 
 
-def read_document(name: str, folder: Path) -> dict[str, Any]:
-    """The content of config.json.
+def read_document(name: str, folder: Path, file: str = "config.json") -> dict[str, Any]:
+    """The content of a configuration file.
 
     Raises:
         UserError: the file cannot be read or holds no JSON object.
     """
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: {error}.") from error
+        raise UserError(f"model '{name}' has no readable {file} in {folder}: {error}.") from error
     if not isinstance(found, dict):
-        raise UserError(f"model '{name}' has no readable config.json in {folder}: it is not a JSON object.")
+        raise UserError(f"model '{name}' has no readable {file} in {folder}: it is not a JSON object.")
     return found
 
 

@@ -186,6 +186,8 @@ def load_model(
     check_files(name, folder)
     refuse_config(config.get_text_config())
     document = read_document(name, folder)
+    if (folder / "generation_config.json").exists():  # transformers ignores a broken one, and its stop tokens
+        read_document(name, folder, "generation_config.json")
     masking = read_masking(document)
     if masking is not None and device_map is not None:
         raise UserError(f"{name} is a diffusion model, which no device map supports: leave --device-map out.")

@@ -81,6 +81,10 @@ def break_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": ')
 
 
+def break_generation(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ')
+
+
 def name_unknown_architecture(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llamba"}')
 
@@ -105,6 +109,7 @@ def shrink_weight(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda x: (x / "config.json").unlink(), "has no config.json"),
     "config cut off": (break_config, "no readable config.json"),
+    "generation config cut off": (break_generation, "no readable generation_config.json"),
     "unknown architecture": (name_unknown_architecture, "model type `llamba`"),
     "no causal model": (name_architecture_of_another_kind, "cannot be loaded"),
     "weights cut off": (truncate_weights, "cannot be loaded .*not fully covered"),
