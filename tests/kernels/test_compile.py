@@ -1,7 +1,11 @@
-"""Every kernel compiles for an H100 or H200, also where there is none: this file, as a program, is the compiler."""
+"""Every kernel compiles for an H100 or H200 and is launched, also where there is none.
+
+This file, as a program, compiles and launches: by Triton's own launcher, on a driver without a device.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
@@ -38,18 +42,42 @@ def test_every_kernel_is_compiled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", KERNELS)
-def test_kernels_compile_for_hopper(which, tmp_path):
-    """In the blocks that the operations choose for them: types fit, shared memory suffices, no register spills."""
-    pytest.importorskip("triton", reason="Triton is for Linux")
+def test_kernels_compile_for_hopper_and_are_launched(which, tmp_path):
+    """In the blocks that the operations choose for them: types fit, shared memory suffices, no register spills.
+
+    Triton's launcher takes their arguments, constants and tuples among them.
+    """
+    triton = pytest.importorskip("triton", reason="Triton is for Linux")
+    build_driver(Path(triton.__file__).parent / "backends" / "nvidia", tmp_path)
     environment = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, __file__, which], text=True, capture_output=True, check=False,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"},
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1",
+             "TRITON_LIBCUDA_PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
-    lines = [re.fullmatch(r"(\w+) shared=(\d+) stack=(\d+)", x) for x in done.stdout.splitlines()]
+    *usage, launched = done.stdout.splitlines()
+    lines = [re.fullmatch(r"(\w+) shared=(\d+) stack=(\d+)", x) for x in usage]
     assert {x[1] for x in lines} == KERNELS[which]
     assert [x[0] for x in lines if int(x[2]) > SHARED or int(x[3]) > SPILLED.get(x[1], 0)] == []
+    assert int(launched.removeprefix("launched=")) >= len(lines)
+
+
+def build_driver(backend, folder):
+    """A CUDA driver without a device: every call succeeds, and launches are counted."""
+    texts = "".join((backend / x).read_text() for x in ("driver.c", "driver.py"))
+    calls = {f"{x}{version}" for x in re.findall(r"\bcu[A-Z]\w+", texts) for version in ("", "_v2", "_v3")}
+    own = (
+        f"int cuDeviceGetAttribute(int *value, int which, int device) {{ *value = {SHARED}; return 0; }}",
+        "int cuFuncGetAttribute(int *value, int which, void *kernel) { *value = which ? 0 : 1024; return 0; }",
+        "int launched; int cuLaunchKernelEx() { launched++; return 0; }",
+    )
+    named = re.findall(r"int (cu\w+)", "".join(own))
+    source = folder / "driver.c"
+    source.write_text("\n".join([*own, *(f"int {x}() {{ return 0; }}" for x in sorted(calls - {*named}))]))
+    subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
+
+
 
 
 def rows(*shape, dtype=torch.bfloat16):
@@ -233,24 +261,27 @@ def call_methods():
 
 
 def main():
-    """Compile what would be launched, and print what it takes."""
+    """Compile and launch every kernel that is called; print what it takes, and how many were launched."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
     from triton.runtime.jit import JITFunction
 
     from kvbench.kernels.choice import using
 
     class Hopper:
-        """As much of a driver as a compiler asks for."""
+        """As much of a driver as a compiler and a launcher ask for."""
 
+        utils = CudaUtils()
+        launcher_cls = CudaLauncher
         get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
         get_current_device = staticmethod(lambda: 0)
         get_current_stream = staticmethod(lambda device: 0)
 
     launch, known = JITFunction.run, set()
 
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+    def launch_and_report(self, *args, **kwargs):
+        kernel = launch(self, *args, **kwargs)
         if kernel.hash in known:
             return
         known.add(kernel.hash)
@@ -264,9 +295,10 @@ def main():
         sys.stdout.write(f"{self.__name__} shared={kernel.metadata.shared} stack={stack}\n")
 
     triton.runtime.driver.set_active(Hopper())
-    JITFunction.run = compile_only
+    JITFunction.run = launch_and_report
     with using("triton"):
         {"rows": call_operations, "codes": call_operations_on_codes, "methods": call_methods}[sys.argv[1]]()
+    sys.stdout.write(f"launched={ctypes.c_int.in_dll(ctypes.CDLL('libcuda.so.1'), 'launched').value}\n")
 
 
 if __name__ == "__main__":
