@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.kernels.bitmap_attention.torch import SparseEntries
 from kvbench.kernels.dense_attention.triton import capped, merge_tiles, tile_entries
-from kvbench.kernels.packed_attention.triton import load_columns, soften, store_columns
+from kvbench.kernels.packed_attention.triton import find_place, load_columns, soften, store_columns
 from kvbench.kernels.ragged_attention.torch import Partial
 
 LEAST_ENTRIES = 256
@@ -112,14 +112,7 @@ def attend_bitmaps(
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):
     """Attend with one block of queries to one tile of entries of their KV head."""
-    tile = tl.program_id(1)
-    head, part = tile // splits, tile % splits
-    batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
-
-    # Columns of the product: the queries of all heads of the group, with those of one position adjacent.
-    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
-    t, g = m // group, m % group
-    real = m < group * n_query
+    tile, part, batch, kv_head, t, g, real = find_place(splits, kv_heads, n_query, group, block_m)
     of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = load_columns(query + batch * query_batch + of_query, real, width, block_d).to(keys.elements.dtype.element_ty)
 

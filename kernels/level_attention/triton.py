@@ -16,7 +16,14 @@ from torch import Tensor
 from kvbench.kernels.codes.triton import load_codes, spread, whole_words
 from kvbench.kernels.dense_attention.triton import UNIT, capped, merge_tiles, padded, read_e4m3, tile_entries
 from kvbench.kernels.level_attention.torch import Levels
-from kvbench.kernels.packed_attention.triton import LEAST_ENTRIES, load_columns, power_below, soften, store_columns
+from kvbench.kernels.packed_attention.triton import (
+    LEAST_ENTRIES,
+    find_place,
+    load_columns,
+    power_below,
+    soften,
+    store_columns,
+)
 from kvbench.kernels.ragged_attention.torch import Partial
 
 
@@ -109,18 +116,12 @@ def attend_levels(
     exact: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
 ):
     """Attend with one block of queries to one tile of entries of their KV head."""
-    tile = tl.program_id(1)
-    head, part = tile // splits, tile % splits
-    batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
+    tile, part, batch, kv_head, t, g, real = find_place(splits, kv_heads, n_query, group, block_m)
     count = n_entries
     if static:
         count = tl.load(length).to(tl.int32)
         before = count - n_query
 
-    # Columns of the product: the queries of all heads of the group, with those of one position adjacent.
-    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
-    t, g = m // group, m % group
-    real = m < group * n_query
     of_query = query + batch * query_batch + (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = load_columns(of_query, real, keys.width, keys.block).to(tl.float32)
     size = tl.max(tl.abs(q), 0)

@@ -110,18 +110,12 @@ def attend_codes(
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
 ):
     """Attend with one block of queries to one tile of entries of their KV head."""
-    tile = tl.program_id(1)
-    head, part = tile // splits, tile % splits
-    batch, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
+    tile, part, batch, kv_head, t, g, real = find_place(splits, kv_heads, n_query, group, block_m)
     count = n_entries
     if static:
         count = tl.load(length).to(tl.int32)
         before = count - n_query
 
-    # Columns of the product: the queries of all heads of the group, with those of one position adjacent.
-    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
-    t, g = m // group, m % group
-    real = m < group * n_query
     of_query = (kv_head * group + g) * query_head + t.to(tl.int64) * query_token
     q = load_columns(query + batch * query_batch + of_query, real, width, block_d).to(tl.float32)
     of_minima = 0.0
@@ -169,6 +163,22 @@ def attend_codes(
 
     at = tile.to(tl.int64) * group * n_query + g * n_query + t
     store_columns(output, lse, at, sums, total, top, real, value_width, value_width, block_v)
+
+
+@triton.jit
+def find_place(splits, kv_heads, n_query, group: tl.constexpr, block_m: tl.constexpr):
+    """A program's tile, which part of the head's entries it is, its batch and KV head, and its queries.
+
+    Queries are columns of the product: those of all heads of the group, with those of one position adjacent. For each
+    column: place, head within the group, and whether it is a query.
+    """
+    tile = tl.program_id(1)
+    head, part = tile // splits, tile % splits
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    return (
+        tile, part, (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64), m // group, m % group,
+        m < group * n_query,
+    )
 
 
 @triton.jit
