@@ -363,6 +363,8 @@ def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, m
 
 @pytest.mark.parametrize(("options", "reason"), [
     (["--submitter", "a b"], "--submitter 'a b' is not allowed in a manifest"),
+    (["--submitter", "a.lock"], "no '.lock' at the end"), (["--submitter", "-a"], "begins and ends with a letter"),
+    (["--submitter", "a" * 65], "at most 64 ASCII letters"),
     (["--submitter", "ada", "--tuned-on", "a b"], "--tuned-on 'a b' is not allowed in a manifest"),
     *((["--submitter", "ada", "--to", url], f"--to {url!r} is not the address of a leaderboard") for url in (
         "ftp://x", "https://", "http:///path", "http://[::1", "http://x:99999", "http://x:port", "https://x y",

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from kvbench.errors import MOST, UserError, unknown
 from kvbench.leaderboard.server.tables import Database, Scope, Token, note, now
-from kvbench.leaderboard.submission.records import Handle
+from kvbench.leaderboard.submission.records import HANDLE_RULE, Handle
 
 PREFIX = "kvb_"
 """Marks the text as a token of kvbench, for people and for secret scanners."""
@@ -26,10 +26,7 @@ def create_token(database: Database, name: str, scope: str) -> str:
     try:
         TypeAdapter(Handle).validate_python(name)
     except ValidationError as error:
-        raise UserError(
-            f"'{name}' is not a valid submitter: use ASCII letters, digits, '.', '_' and '-', without '..' and without "
-            "'.lock' at the end, which git refuses."
-        ) from error
+        raise UserError(f"'{name}' is not a valid submitter. {HANDLE_RULE}") from error
     if scope not in tuple(Scope):
         raise unknown("scope", scope, [str(x) for x in Scope])
     token = PREFIX + secrets.token_urlsafe(32)

@@ -18,6 +18,7 @@ from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, MAX_BYTES, check_size, read_files
 from kvbench.leaderboard.submission.records import (
     BUNDLED,
+    HANDLE_RULE,
     MANIFEST,
     METHOD,
     RESULT,
@@ -40,7 +41,7 @@ LIMITS = {"samples": (1, 10_000), "turns": (1, 1_000), "length": (1, 1 << 21), "
 """Limits of a spec; a verifier cannot reproduce larger runs."""
 LINK_RULE = "A link is an https:// address of at most 200 characters, with a host name and no user name or port."
 RULES = {
-    "submitter": "A submitter consists of ASCII letters, digits, '.', '_' and '-'.",
+    "submitter": HANDLE_RULE,
     "source": "A source's name consists of ASCII letters, digits, '.', '_' and '-', and ends in .py.",
     "tuned_on": "Tuning data are TASK, TASK:dev or TASK:test, at most 64 of them.",
     "code_url": LINK_RULE, "paper_url": LINK_RULE,

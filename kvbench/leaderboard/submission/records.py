@@ -44,6 +44,10 @@ Handle = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"), AfterValidator(_check_branch)
 ]
 """ASCII letters only, so that no name can imitate another."""
+HANDLE_RULE = (
+    "A submitter consists of at most 64 ASCII letters, digits, '.', '_' and '-', begins and ends with a letter or a "
+    "digit, and has no '..' and no '.lock' at the end, which git refuses."
+)
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Choice = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+:/-]{0,99}$")]
 """`TASK`, `TASK:dev` or `TASK:test`."""
