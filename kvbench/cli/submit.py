@@ -108,7 +108,7 @@ def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -
     if token:
         answer = find_sent(to, manifest.identity) or send_to_server(files, to, token)
         echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
-        if answer.get("status") in ("queued", "verifying"):  # the address answers with the token only
+        if answer.get("status") in ("queued", "verifying"):
             echo("The same command shows the state again.")
         return answer
     place = put_in_folder(files, manifest, Path(to))

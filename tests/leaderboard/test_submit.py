@@ -372,7 +372,8 @@ def test_a_run_that_would_be_refused_is_not_sent(kvbench, snapkv, fake_server, m
         "hf:", "hf:rows", "hf:a/b/c", "hf://a/b",
     )),
     (["--submitter", "ada", "--to", "https://x"], "Set KVBENCH_TOKEN, or give --token-file."),
-    (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read"),
+    (["--submitter", "ada", "--to", "https://x", "--token-file", "/no"], "--token-file /no cannot be read: No such"),
+    (["--submitter", "ada", "--to", "https://x", "--token-file", "/dev/null"], "--token-file /dev/null holds no token"),
 ])
 def test_invalid_options_are_user_errors(kvbench, snapkv, monkeypatch, options, reason):
     monkeypatch.delenv("KVBENCH_TOKEN", raising=False)

@@ -174,9 +174,13 @@ def read_token(file: Path | None) -> str:
     try:
         token = os.environ.get(TOKEN, "") if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--token-file {file} cannot be read: {type(error).__name__}.") from error
-    if not token.strip() or not token.strip().isascii() or not token.strip().isprintable():
+        reason = getattr(error, "strerror", None) or "not text"
+        raise UserError(f"--token-file {file} cannot be read: {reason}. Give a file with the token alone.") from error
+    if not token.strip() and file is None:
         raise UserError(f"a server requires a token. Set {TOKEN}, or give --token-file.")
+    if not token.strip() or not token.strip().isascii() or not token.strip().isprintable():
+        place = TOKEN if file is None else f"--token-file {file}"
+        raise UserError(f"{place} holds no token: one line as `kvbench leaderboard token create` printed it.")
     return token.strip()
 
 
