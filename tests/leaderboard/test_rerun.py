@@ -385,13 +385,16 @@ def test_samples_are_drawn_with_a_random_seed(kvbench, snapkv):
 @pytest.mark.parametrize(("options", "reason"), [
     (["--share", "0.1"], "--share 0.1 must be a percentage above 0%"),
     (["--share", "0%"], "--share 0% must be a percentage above 0%"),
-    (["--share", "101%"], "--share 101% must be a percentage above 0%"),
+    (["--share", "101%"], "--share 101% must be a percentage above 0% and up to 100%"),
     (["--share", "nan%"], "--share nan% must be a percentage above 0%"),
     (["--share", "50%", "--hidden-seed", "env:LONG"], "--share 50% is too little for --hidden-seed: L3 includes L2"),
     (["--hidden-seed", "/no/file"], "--hidden-seed /no/file cannot be read"),
     (["--hidden-seed", "env:SHORT"], "--hidden-seed env:SHORT holds fewer than 16 characters"),
+    (["--hidden-seed", "env:UNSET"], "the variable UNSET is not set"),
 ])
 def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason, monkeypatch):
     monkeypatch.setenv("LONG", SECRET)
+    monkeypatch.setenv("SHORT", "secret")
+    monkeypatch.delenv("UNSET", raising=False)
     done = kvbench("leaderboard", "rerun", snapkv.folder, *options)
     assert (done.code, reason in done.err) == (2, True)

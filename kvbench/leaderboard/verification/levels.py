@@ -74,7 +74,7 @@ def read_share(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise UserError(f"--share {text} must be a percentage above 0%, such as 10%, or 100% for a full rerun.")
+        raise UserError(f"--share {text} must be a percentage above 0% and up to 100%: 10% for L1, 100% for L2.")
     return value
 
 
@@ -89,6 +89,8 @@ def read_secret(where: str) -> str:
         found = os.environ.get(name, "") if where.startswith("env:") else Path(where).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hidden-seed {where} cannot be read: {error}. Give a file, or env:NAME.") from error
+    if where.startswith("env:") and name not in os.environ:
+        raise UserError(f"--hidden-seed {where}: the variable {name} is not set. Set it, or give a file.")
     if len(found.strip()) < MIN_SECRET:
         raise UserError(f"--hidden-seed {where} holds fewer than {MIN_SECRET} characters: others could guess it.")
     return found.strip()
