@@ -239,7 +239,9 @@ def test_another_bundle_of_a_run_needs_supersedes(server, snapkv):
     server.work()
     other = later(snapkv, 0.001)
     answer = server.send(other)
-    assert (answer.status_code, first in answer.json()["detail"]) == (409, True)
+    assert answer.status_code == 409
+    assert f"POST /api/submissions/{first}/withdraw" in answer.json()["detail"]
+    assert f"/api/submissions?supersedes={first}" in answer.json()["detail"]
     assert [server.send(other, supersedes=x).status_code for x in ("nothing", "\0")] == [409, 409]
     second = server.send(other, supersedes=first).json()["id"]
     server.work()

@@ -66,7 +66,10 @@ def enqueue(database: Database, token: Token, manifest: Manifest, supersedes: st
             _find_own(session, token, supersedes)
         rival = _find_rival(session, (number, supersedes), manifest)
         if rival is not None:
-            raise ConflictError(f"{rival.id} is a submission of this run: replace it with ?supersedes=")
+            raise ConflictError(
+                f"{rival.id} is a submission of this run: withdraw it with POST /api/submissions/{rival.id}/withdraw, "
+                f"or send this one to /api/submissions?supersedes={rival.id}"
+            )
         if _count_waiting(session, manifest.submitter) >= MAX_WAITING:
             raise LimitError(f"{MAX_WAITING} submissions of {manifest.submitter} wait for verification")
         if found is None:
