@@ -235,8 +235,8 @@ def saving(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other processes.
+def locked(folder: Path, option: str = "--out") -> Iterator[None]:
+    """Lock a run's folder against other processes. option: names the place in messages.
 
     Raises:
         UserError: another process holds the lock, or the folder cannot be created or locked.
@@ -247,16 +247,18 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in FULL:
                 raise
-            raise UserError(f"folder {folder} cannot be created: {_reason(error)}. Give another --out.") from error
+            raise UserError(f"folder {folder} cannot be created: {_reason(error)}. Give another {option}.") from error
         file = (folder / ".lock").open("a")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is working on {folder}. Wait for it, or give another --out.") from None
+            raise UserError(
+                f"another process is working on {folder}. Wait for it, or give another {option}."
+            ) from None
         except OSError as error:  # of a file system without locks
             raise UserError(
-                f"folder {folder} cannot be locked against other processes: {_reason(error)}. Give an --out on another "
+                f"folder {folder} cannot be locked against other processes: {_reason(error)}. Give {option} on another "
                 "file system."
             ) from error
         yield

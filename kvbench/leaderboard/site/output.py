@@ -41,7 +41,7 @@ def write_site(files: Iterable[tuple[str, bytes]], output: Path) -> None:
     output = output.resolve()
     work = output.parent / f".{output.name}.building"
     old, new = work / "old", work / "new"
-    with locked(work), saving(output):
+    with locked(work, "-o"), saving(output):
         try:
             for left in (old, new):
                 shutil.rmtree(left, ignore_errors=True)  # left by a build that was killed

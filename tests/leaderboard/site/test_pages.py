@@ -463,6 +463,13 @@ def test_other_folders_are_never_replaced(results):
         results.build()
 
 
+def test_a_site_folder_that_cannot_be_made_names_the_option_of_the_command(kvbench, results):
+    """It is -o, not the --out of a run; also where the system reports the parent as writable."""
+    results.add("mine")
+    done = kvbench("leaderboard", "build", results.folder, "-o", "/proc/foo")
+    assert (done.code, "cannot be created: " in done.err, "Give another -o." in done.err) == (2, True, True)
+
+
 def test_a_site_without_a_verified_run_says_why_it_names_no_technique(results):
     """With the command that verifies."""
     results.add("mine", verified=False)
