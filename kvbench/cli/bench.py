@@ -198,6 +198,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = _split(text)
     if not all(x.isdecimal() and not exceeds(x, MOST) for x in parts):
         raise UserError(
-            f"{option} '{text[:80]}' must be whole numbers of {MOST:,} or less, such as 4096 or 4096,32768."
+            f"{option} '{text[:80]}' must be whole numbers from 1 to {MOST:,}, such as 4096 or 4096,32768."
         )
     return tuple(int(x) for x in parts)
