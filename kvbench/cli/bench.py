@@ -99,7 +99,9 @@ def bench_command(
 
 def plan_command(
     *,
-    method: Methods,
+    method: Annotated[list[str], typer.Option(metavar="NAME", help=(
+        "Repeatable; all: every method. Added for comparison: the full cache and its 8-bit form."
+    ))],
     model: ModelName = "random:llama-3.1-8b",
     length: Annotated[int, typer.Option(help="Tokens of the context.")] = 32768,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
@@ -164,6 +166,7 @@ def _print_plan(plan: Forecast) -> None:
             "bandwidth of a copy. speedup_bound: the full cache's bound over the method's.",
             f"graph, python: the speedup if a layer's attention takes {KERNEL_SECONDS * 1e6:.0f} us or more, and if",
             f"Python takes {PYTHON_SECONDS * 1e3:.2f} ms per layer to launch a step; `no`: below 5 %.",
+            "`no graph`: Python has to launch every step, as no CUDA graph can hold it.",
         ]),
     ]
     for columns, list_cells, legend in tables:

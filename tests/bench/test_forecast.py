@@ -182,6 +182,19 @@ def test_wrong_requests_are_refused(kvbench, line, message):
     assert len(answer.err.splitlines()) == 1
 
 
+def test_the_help_promises_nothing_for_diffusion_models(kvbench):
+    """`plan` refuses them; `bench` times them."""
+    assert "diffusion" not in kvbench("plan", "--help").out
+    assert "diffusion" in kvbench("bench", "--help").out
+
+
+def test_a_method_without_a_graph_has_a_legend(kvbench):
+    """`kivi` packs blocks, so its steps cannot be captured."""
+    answer = kvbench("plan", "--method", "kivi", "--length", "4096")
+    assert "no graph" in answer.out
+    assert "`no graph`: " in answer.err
+
+
 def test_a_setting_is_not_for_all_methods():
     """None of them would take it."""
     with pytest.raises(UserError, match="--set applies to one method"):
