@@ -16,8 +16,13 @@ from kvbench.runs.files import read_file
 def main(arguments: list[str]) -> int:
     """Print the cells of every file."""
     brief = arguments[:1] == ["--brief"]
+    files = arguments[brief:]
+    if not files or not all(Path(x).is_file() for x in files):
+        wrong = "no file" if not files else f"no file {next(x for x in files if not Path(x).is_file())}"
+        say(f"kvbench: {wrong}. Usage: python -m kvbench.bench [--brief] FILE..., files of `kvbench bench --out`.")
+        return 2
     try:
-        for path in arguments[brief:]:
+        for path in files:
             bench = read_file(Path(path), Bench)
             where = bench.environment.gpu or bench.environment.cpu
             title = f"{path}: {bench.model.id}, {bench.kernels} kernels, {where}, {bench.status}"

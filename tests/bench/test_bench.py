@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvbench.bench import decode, grid, timing
+from kvbench.bench.__main__ import main
 from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import WrongStepError, open_attention, open_steps
 from kvbench.bench.outcome import Failure, attempt
@@ -1028,3 +1029,13 @@ def test_committed_results_can_be_read(path):
     if found.environment.gpu is None:
         assert found.status == "done"
         assert {x.outcome for x in found.cells} <= {"ok", "out of memory", "refused", "skipped"}
+
+
+@pytest.mark.parametrize(("arguments", "wrong"), [
+    ([], "no file."), (["--help"], "no file --help."), (["--brief", "/nope"], "no file /nope."),
+])
+def test_the_printer_of_saved_files_says_which_files_it_wants(capsys, arguments, wrong):
+    """`python -m kvbench.bench`: they are no folders of runs, and no file at all is no success."""
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"kvbench: {wrong}" in said and "files of `kvbench bench --out`" in said
