@@ -108,10 +108,10 @@ def run_command(
         raise unknown("order", order, ("arrival", "prefix"))
     if order == "prefix":
         found = found.reordered(order_by_prefix(found), f"{found.name}, prefix order")
-    names = _choose(policy or ["lru"], found)
+    names = list(dict.fromkeys(_choose(policy or ["lru"], found)))
     if settings and len(names) != 1:
         raise UserError(f"--set applies to one policy, and {len(names)} are run. Give one --policy.")
-    capacities = [read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]]
+    capacities = list(dict.fromkeys(read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]))
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
@@ -171,7 +171,7 @@ def route_command(
 
     found = _find_blocks(trace, kind, seed)
     capacity = read_capacity(blocks, found)
-    rows = [route(found, x, instances, capacity, seed=seed) for x in router or list(ROUTERS)]
+    rows = [route(found, x, instances, capacity, seed=seed) for x in dict.fromkeys(router or ROUTERS)]
     print_table(
         f"{TITLE}: {found.name}, {instances} instances of {capacity:,.0f} blocks",
         ("router", "hit rate", "requests, max over mean", "computed tokens, max over mean"),

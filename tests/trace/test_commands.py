@@ -34,6 +34,14 @@ def test_rows_say_that_they_are_a_simulation(kvbench):
     assert row["low"] <= row["high"] and 0 < row["of_optimum"] <= 1
 
 
+def test_a_policy_or_capacity_that_is_asked_for_twice_is_run_once(kvbench):
+    """A router, too."""
+    twice = ("--policy", "lru", "--policy", "lru", "--blocks", "200", "--blocks", "200")
+    assert len(kvbench("trace", "run", *twice, "--json").json["rows"]) == 1
+    routed = kvbench("trace", "route", "--router", "dualmap", "--router", "dualmap", "--json")
+    assert len(routed.json["rows"]) == 1
+
+
 def test_an_infinite_tier_is_null_in_json(kvbench):
     """As an infinite capacity of `trace run`: JSON has no infinity, and most readers refuse it."""
     answer = kvbench("trace", "tiers", "--blocks", "1%", "--blocks", "infinite", "--json")
