@@ -21,7 +21,7 @@ class Optimum(BlockPolicy):
     """
 
     name: ClassVar[str] = "optimum"
-    source: ClassVar[str] = "Belady 1966; with pinned requests as in section C3 of the card"
+    source: ClassVar[str] = "Belady 1966; a heuristic where running requests are pinned"
     offline: ClassVar[bool] = True
     bypasses: ClassVar[bool] = True
 
