@@ -210,7 +210,7 @@ def test_weights_of_another_model_method_or_shape_are_refused(tmp_path):
         LongSpec(weights=str(path)).bind(other)
     write_part(path, "locret", model, weights, TASKS)
     with pytest.raises(UserError, match="has weights of method 'locret', not 'longspec'"):
-        LongSpec(weights=str(path), steps=2).bind(tiny_model(4, 1))
+        LongSpec(weights=str(path)).bind(tiny_model(4, 1))
     narrow = tmp_path / "narrow.safetensors"
     write_part(narrow, "longspec", model, {**weights, "query.weight": weights["query.weight"][:3]}, TASKS)
     with pytest.raises(UserError, match=r"weight 'query.weight' has shape \(3, \d+\).*needs"):
