@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,6 +47,12 @@ class DeviceLostError(UserError):
     """The CUDA context is unusable by this process: what is finished is saved, and the same command continues."""
 
     exit_code = 3
+
+
+def find_line(error: BaseException, file: str | None) -> int | None:
+    """The line of a file that raised, or from which other code was called that did; None: neither."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((x.lineno for x in reversed(frames) if x.filename == file), None)
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str], hint: str = "") -> UserError:

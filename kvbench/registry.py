@@ -15,7 +15,6 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from pydantic import ValidationError
 
 from kvbench.constraints import setting_types
 from kvbench.custom.task import read_task
-from kvbench.errors import UserError, suggest_file, unknown
+from kvbench.errors import UserError, find_line, suggest_file, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task
 from kvbench.toml import explain_all
@@ -254,7 +253,8 @@ def _load_file(text: str, *kinds: Kind) -> type:
         )
     # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path.resolve())))
+    file = path.absolute()  # in frames as in the module's `__file__`
+    spec = importlib.util.spec_from_file_location(name, file, loader=_FromSource(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -310,12 +310,8 @@ def refuse_taken_name(kind: Kind, name: str, path: Path) -> None:
 
 def _broken(what: str, path: Path | None, error: Exception | SystemExit) -> UserError:
     """The error for a failed import, with the line of the user's file."""
-    if isinstance(error, SyntaxError):
-        line = error.lineno
-    else:
-        own = None if path is None else str(path.resolve())
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((x.lineno for x in reversed(frames) if x.filename == own), None)
+    own = None if path is None else str(path.absolute())
+    line = error.lineno if isinstance(error, SyntaxError) else find_line(error, own)
     where = f" (line {line})" if line is not None else ""
     detail = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     if isinstance(error, ValidationError):  # of a card

@@ -167,10 +167,10 @@ def attend_codes(
 
 @triton.jit
 def find_place(splits, kv_heads, n_query, group: tl.constexpr, block_m: tl.constexpr):
-    """A program's tile, which part of the head's entries it is, its batch and KV head, and its queries.
+    """A program's tile, the tile's number within its head, its batch and KV head, and its queries.
 
-    Queries are columns of the product: those of all heads of the group, with those of one position adjacent. For each
-    column: place, head within the group, and whether it is a query.
+    Queries are the columns of the product: those of all heads of the group, with those of one position adjacent. Each
+    column has a position, a head of the group, and whether there is such a query.
     """
     tile = tl.program_id(1)
     head, part = tile // splits, tile % splits

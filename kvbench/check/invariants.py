@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
 from kvbench.check.trial import NotApplicableError, UntestableError
 from kvbench.diffusion.policy import Policy
+from kvbench.errors import find_line
 from kvbench.hf.tiny import placed
 from kvbench.method import Method
 
@@ -111,5 +111,5 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
 def _find_place(kind: type[Method], error: BaseException) -> str:
     """The file and line of the method's own code that raised, or from which kvbench was called; empty: neither."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path]
-    return f" ({Path(path).name}, line {lines[-1]})" if path is not None and lines else ""
+    line = find_line(error, path)
+    return f" ({Path(path).name}, line {line})" if path is not None and line is not None else ""

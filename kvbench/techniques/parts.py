@@ -33,14 +33,17 @@ SHIPPED = Path(__file__).parents[1] / "models" / "parts"
 
 
 class TrainedMethod(Protocol):
-    """A method with a part. weights: a file with the user's; empty: none. steps: of the training, if a run trains."""
+    """A method with a trained part."""
 
     card: ClassVar[Card]
 
     @property
-    def weights(self) -> str: ...  # noqa: D102  # the class says it
+    def weights(self) -> str:
+        """A file that the user gives; empty: none."""
+
     @property
-    def steps(self) -> int: ...  # noqa: D102
+    def steps(self) -> int:
+        """Training steps, if the run trains the part."""
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,7 @@ class Locret(Method):
     def bind(self, model: Model) -> Self:
         """Find the weights of the heads, or train them."""
         require_inverse_rotation(model, "locret")
-        sha256 = find_part(
-            self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps", AUTHORS
-        )
+        sha256 = find_part(self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps", AUTHORS)
         first = get_part(sha256).weights.get("0.0.weight")
         load_module("locret", model, sha256, lambda: make_heads(model, HIDDEN if first is None else len(first)))
         return replace(self, part=sha256, trained_on=get_part(sha256).data)

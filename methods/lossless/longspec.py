@@ -102,8 +102,8 @@ class LongSpec(Proposed):
     def bind(self, model: Model) -> Self:
         """Find the layer's weights, or train it."""
         sha256 = find_part(
-            self, model, lambda: self._train(model),
-            f"Python's manual, {self.steps} steps, window {self.window}", AUTHORS,
+            self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps, window {self.window}",
+            AUTHORS,
         )
         part = get_part(sha256)
         published = bool(self.weights) and "method" not in part.facts

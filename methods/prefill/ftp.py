@@ -118,9 +118,7 @@ class FTP(Method):
     def bind(self, model: Model) -> Self:
         """Find the router's weights and how much layers skip, or train it."""
         weights = tuple(float(x.window is None) for x in model.layers)
-        sha256 = find_part(
-            self, model, lambda: self._train(model, weights), f"Python's manual, {self.steps} steps"
-        )
+        sha256 = find_part(self, model, lambda: self._train(model, weights), f"Python's manual, {self.steps} steps")
         part = get_part(sha256)
         load_module("ftp", model, sha256, make_router)
         if "schedule" in part.facts:

@@ -95,10 +95,7 @@ class SeerAttention(SparsePrefillMethod):
     def bind(self, model: Model) -> Self:
         """Find the weights of the gates, or train them."""
         require_inverse_rotation(model, "seerattention")
-        sha256 = find_part(
-            self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps",
-            AUTHORS,
-        )
+        sha256 = find_part(self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps", AUTHORS)
         weights = get_part(sha256).weights
         load_module("seerattention", model, sha256, lambda: make_gates(
             model, projects_queries="0.query" in weights, key_heads=len(weights["0.key"]) if "0.key" in weights else 0

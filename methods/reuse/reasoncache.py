@@ -119,8 +119,7 @@ class ReasonCache(Method):
                 "positions are learned, or not understood. Use a model with rotary embedding."
             )
         sha256 = find_part(
-            self, model, lambda: self._train(model),
-            f"Python's manual, {self.steps} steps, {self.entries} entries",
+            self, model, lambda: self._train(model), f"Python's manual, {self.steps} steps, {self.entries} entries",
         )
         part = get_part(sha256)
         prefix = Prefix(model, self.entries)

@@ -78,8 +78,6 @@ def build_driver(backend, folder):
     subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
 
 
-
-
 def rows(*shape, dtype=torch.bfloat16):
     """A tensor without data: compiling needs shapes and types alone."""
     return torch.empty(shape, dtype=dtype, device="meta")

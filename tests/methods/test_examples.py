@@ -34,10 +34,13 @@ def test_an_example_passes_every_invariant(path):
     assert [x for x in check(find_method(str(path))) if not x.passed] == []
 
 
-def test_a_bug_is_reported_with_its_place(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["absolute", "relative", "link"])
+def test_a_bug_is_reported_with_its_place(tmp_path, monkeypatch, kind):
     """The line of the method's file, wherever in torch it was raised, and however its path was given."""
     monkeypatch.chdir(tmp_path)
-    path = Path("mine.py")
+    path = tmp_path / "mine.py" if kind == "absolute" else Path("mine.py")
+    if kind == "link":
+        path.symlink_to(tmp_path / "other.py")
     text = (EXAMPLES[0].parent / "my_method.py").read_text(encoding="utf-8").replace("norm(dim=-1)", "norm(dim=7)")
     path.write_text(text)
     line = next(i for i, x in enumerate(text.splitlines(), 1) if "norm(dim=7)" in x)

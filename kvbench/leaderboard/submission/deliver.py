@@ -176,12 +176,13 @@ def read_token(file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise UserError(f"--token-file {file} cannot be read: {reason}. Give a file with the token alone.") from error
-    if not token.strip() and file is None:
+    token = token.strip()
+    if not token and file is None:
         raise UserError(f"a server requires a token. Set {TOKEN}, or give --token-file.")
-    if not token.strip() or not token.strip().isascii() or not token.strip().isprintable():
+    if not token or not token.isascii() or not token.isprintable():
         place = TOKEN if file is None else f"--token-file {file}"
         raise UserError(f"{place} holds no token: one line as `kvbench leaderboard token create` printed it.")
-    return token.strip()
+    return token
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
