@@ -291,7 +291,8 @@ def test_a_scaffold_is_read_from_text(unshifted):
 
 @pytest.mark.parametrize(("make", "message"), [
     (FastDdrive(scaffold="{17}").bind, r"the scaffold has 17 tokens, and the answer 16\. Use a shorter"),
-    (lambda _: FastDdrive(scaffold="x", fixed=(5,) * 16), r"the scaffold fixes all 16 tokens of the answer\. Use one with tokens to decode"),
+    (lambda _: FastDdrive(scaffold="x", fixed=(5,) * 16),
+     r"the scaffold fixes all 16 tokens of the answer\. Use one with tokens to decode"),
 ])
 def test_a_scaffold_that_does_not_fit_the_answer_is_refused(unshifted, text, fill, make, message):
     """It is longer, or leaves nothing to decode."""
