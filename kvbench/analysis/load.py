@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError, unknown
-from kvbench.log import say
+from kvbench.log import count, say
 from kvbench.registry import list_models
 from kvbench.runs.files import read_answers, read_file
 from kvbench.runs.journal import Answer, Line
@@ -91,7 +91,7 @@ def _expand(text: str, out: Path) -> list[Path]:
     every = sorted(x.parent for x in folder.rglob("spec.json"))
     finished = [x for x in every if (x / "result.json").is_file()]
     if len(finished) < len(every):
-        say(f"{text}: skipped {len(every) - len(finished)} unfinished runs.")
+        say(f"{text}: skipped {count(len(every) - len(finished), 'unfinished run')}.")
     found, errors = [], []
     for x in finished:
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvbench.cli.options import Json, Out
-from kvbench.cli.output import print_json
+from kvbench.cli.output import echo, print_json
 
 if TYPE_CHECKING:
     from kvbench.analysis.explain import Change, ScoreShift
@@ -50,6 +50,8 @@ def explain_command(
         alone = sum(x.mean for x in effects.values())
         rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "differences not run, and interactions"))
     print_table("", ("difference", "first", "other", "effect on score, 95%", ""), rows)
+    if not changes:
+        echo("No setting, version or machine differs.")
     if as_json:
         print_json({
             "first": mine.result.run_id, "other": theirs.result.run_id, "total": _json(total),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, check_results
 from kvbench.cli.output import print_json
 from kvbench.cli.serve import serve_command, tokens
 from kvbench.errors import MOST_SEED, UserError, check_number, suggest_file
@@ -45,7 +45,8 @@ def verify_command(
     from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 
-    _check_paths([*paths, *(results or [])])
+    _check_paths(paths)
+    check_results(results or [])
     bundles = [x for path in paths for x in find_bundles(path)]
     if not bundles:
         raise UserError(f"'{paths[0]}' contains no run. Give the folder of a run, a submission, or a folder of them.")
@@ -82,7 +83,8 @@ def rerun_command(
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
-    _check_paths([path, *(results or [])])
+    _check_paths([path])
+    check_results(results or [])
     _check_folders([path] if write else [])
     if seed is not None:
         check_number("seed", seed, 0, MOST_SEED)
@@ -111,6 +113,8 @@ def build_command(
     built = build_site(results, output)
     for x in built.problems:
         say(f"warning: {x.place} is not shown: {x.reason}.")
+    if not built.runs:
+        say(f"warning: '{results}' contains no run that can be shown, so the site has none.")
     print_table("", ("", "site"), [
         ("runs", str(built.runs)), ("protocols", str(built.groups)), ("not shown", str(len(built.problems))),
         ("open", str(built.folder / "index.html")),
@@ -139,12 +143,20 @@ def _report(
 ) -> int:
     """Print the checks of one submission, or one row for each of several; exit code 1 if a level is in `below`."""
     from kvbench.leaderboard.submission.records import VERIFICATION
+    from kvbench.leaderboard.submission.repository import read_record
     from kvbench.leaderboard.submission.seal import seal
+    from kvbench.log import say
     from kvbench.runs.files import write_record
 
     print_records(found)
     for path, record in found if write else ():
+        earlier = read_record(path)
         write_record(path / VERIFICATION, seal(record))
+        if earlier is not None and earlier.level is not None and (record.level is None or record.level < earlier.level):
+            say(
+                f"warning: {path / VERIFICATION} had level {earlier.level} and has {record.level or 'none'} now. "
+                "`kvbench leaderboard rerun` verifies above L0."
+            )
     if as_json:
         print_json([{"path": str(path), **record.model_dump(mode="json")} for path, record in found])
     return 1 if any(record.level in below for _, record in found) else 0

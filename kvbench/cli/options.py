@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,17 @@ RunsOut = Annotated[Path, typer.Option(help="Folder of runs.", callback=expand_h
 Baseline = Annotated[str | None, typer.Option(
     help="Method or id of the run that the others are compared with. Default: the full cache."
 )]
+
+
+def check_results(folders: Iterable[Path]) -> None:
+    """Refuse a folder of --results that does not exist.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"folder '{folder}' does not exist. Give a folder of runs with --results.")
 
 
 def read_seconds(option: str, text: str, example: str, *, positive: bool = False) -> tuple[float, float]:

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, check_results
 from kvbench.cli.output import print_json
-from kvbench.errors import UserError
 
 
 def query_command(
@@ -27,9 +26,7 @@ def query_command(
     from kvbench.analysis.query import query_runs
 
     folders = results or [RUNS]
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"folder '{folder}' does not exist. Give a folder of runs with --results.")
+    check_results(folders)
     found = query_runs(sql, folders)
     print_table("", found.columns, [[_show(x) for x in row] for row in found.rows], blocks=True)
     if as_json:

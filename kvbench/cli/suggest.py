@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, check_results
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError, unknown
 from kvbench.log import say
@@ -17,6 +17,7 @@ from kvbench.log import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvbench.report.group import Axis
     from kvbench.report.suggestion import Question, Standing, Suggestion, Technique
     from kvbench.runs.results import Result
 
@@ -48,6 +49,7 @@ def suggest_command(
     Techniques are ranked only where a paired test can tell them apart. The leaderboard's first page gives the same
     answers.
     """
+    check_results(results or [])
     # A first run that is not finished does not hide the curated results.
     places = results or [x for x in (RUNS, CURATED) if any(x.rglob("result.json"))]
     if not places:
@@ -61,11 +63,11 @@ def suggest_command(
     from kvbench.runs.files import read_file
     from kvbench.runs.results import Result
 
+    limit = _read_limit({"stored": memory, "read": read, "computed": computed})
+    _check_names(mode, visibility)
     texts = [str(x) for x in places]
     found = [(x, read_file(x / "result.json", Result)) for x in find_runs(texts)]
-    question = _read_question(
-        model, mode, {"stored": memory, "read": read, "computed": computed}, task, visibility, [x for _, x in found]
-    )
+    question = _read_question(model, mode, limit, task, visibility, [x for _, x in found])
     runs = load_found([folder for folder, result in found if question.fits(result)], texts)
     answer = Guide(group_protocols(runs)).answer(question)
     _print_answer(answer)
@@ -73,21 +75,14 @@ def suggest_command(
         print_json(_describe(answer))
 
 
-def _read_question(
-    model: str, mode: str, shares: dict[str, str | None], task: str | None, visibility: str | None,
-    results: list[Result],
-) -> Question:
-    """The question, checked against the runs at hand.
+def _read_limit(shares: dict[str, str | None]) -> tuple[Axis, float]:
+    """The measure that is limited, and its limit.
 
     Raises:
-        UserError: no or several limits, a limit that is not a share, or no run of this model, mode, task or visibility.
+        UserError: no or several limits, or a limit that is not a share.
     """
     from kvbench.budget import Budget
-    from kvbench.models.sources import result_id
-    from kvbench.registry import list_entries
-    from kvbench.report.group import VISIBILITIES, Axis
-    from kvbench.report.suggestion import Question
-    from kvbench.task import Mode
+    from kvbench.report.group import Axis
 
     given = [(name, text) for name, text in shares.items() if text is not None]
     if len(given) != 1:
@@ -101,10 +96,33 @@ def _read_question(
             f"the limit '{text}' is not a share of the full cache. Give a percentage above 0% and up to 100%, such as "
             "25%."
         )
+    return Axis(name), limit.value
+
+
+def _check_names(mode: str, visibility: str | None) -> None:
+    """Refuse what no run can have, before runs are read."""
+    from kvbench.report.group import VISIBILITIES
+    from kvbench.task import Mode
+
     if mode not in set(Mode):
         raise unknown("mode", mode, [str(x) for x in Mode])
     if visibility is not None and visibility not in VISIBILITIES:
         raise unknown("visibility", visibility, VISIBILITIES)
+
+
+def _read_question(
+    model: str, mode: str, limit: tuple[Axis, float], task: str | None, visibility: str | None, results: list[Result]
+) -> Question:
+    """The question, checked against the runs at hand.
+
+    Raises:
+        UserError: no run of this model, mode, task or visibility.
+    """
+    from kvbench.models.sources import result_id
+    from kvbench.registry import list_entries
+    from kvbench.report.suggestion import Question
+    from kvbench.task import Mode
+
     model = result_id(model)
     if task is not None:
         task = next((x.name for x in list_entries("task") if task in x.aliases), task)
@@ -120,7 +138,7 @@ def _read_question(
                 f"No other {kind} has a run here: make one with `kvbench run --{kind} {wanted}`, or give other folders "
                 "of runs with --results."
             ))
-    return Question(model, Mode(mode), Axis(name), limit.value, task, rest[0].visibility if visibility else None)
+    return Question(model, Mode(mode), *limit, task, rest[0].visibility if visibility else None)
 
 
 def _print_answer(answer: Suggestion) -> None:

@@ -139,9 +139,10 @@ def show_prediction(cells: list[SweepCell], workers: int, *, share: bool = False
         rows.append([x.cell.name, str(x.missing), shown if x.error is None else f"FAILS: {x.error}"])
     print_table("", ("cell", "samples to run", "predicted"), rows)
     seconds = sum(x.seconds or 0.0 for x in found)
+    missing = count(sum(x.missing for x in found), "sample")
     echo(
-        f"{len(found)} cells, {sum(x.missing for x in found)} samples to run; predicted time {seconds / workers:.0f} s "
-        f"with {count(workers, 'worker')} (measured with the full cache on this machine"
+        f"{count(len(found), 'cell')}, {missing} to run; predicted time {seconds / workers:.0f} s with "
+        f"{count(workers, 'worker')} (measured with the full cache on this machine"
         f"{', each method with its own prefill' if share else ''})."
     )
     if as_json:

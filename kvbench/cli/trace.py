@@ -228,11 +228,14 @@ def isolate_command(
     from kvbench.trace.measures import read_capacity
 
     found = _find_blocks(trace, kind)
-    rows = [isolate(found, x, read_capacity(blocks, found)) for x in SALTS if x == "none" or found.has(x)]
+    salts = [x for x in SALTS if x == "none" or found.has(x)]
+    rows = [isolate(found, x, read_capacity(blocks, found)) for x in salts]
     print_table(f"{TITLE}: {found.name}", ("salt", "hit rate", "lost", "threshold: true, false positives"), [
         (x.salt, f"{x.hit_rate:.4f}", f"{x.lost:.4f}", "; ".join(f"{t:.0%}: {a:.2f}, {b:.2f}" for t, a, b in x.probes))
         for x in rows
     ])
+    if lacking := [x for x in SALTS if x not in salts]:
+        echo(f"Requests of {found.name} have no field {' and no field '.join(lacking)} that could be a salt.")
     if as_json:
         print_json({"kind": TITLE, "trace": found.name, "rows": [asdict(x) for x in rows]})
 

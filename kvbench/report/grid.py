@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.analysis.formatting import format_bytes, format_share
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.shares import read_share, stored_share
+from kvbench.log import count
 from kvbench.machine import load_extra
 from kvbench.report.charts import Point, Spec, color_cells, finish, widen
 from kvbench.report.group import VISIBILITIES
@@ -69,7 +70,7 @@ class Grid:
         if self.mean is None or self.worst is None:
             return "no sample has a score"
         found, n = self.result.n_scored, self.result.n_samples
-        over = f"{n} samples" if found == n else f"{found} of {n} samples"
+        over = count(n, "sample") if found == n else f"{found} of {n} samples"
         return f"mean {self.mean:.3f} of {over}, worst mean {self.worst[1]:.3f} at depth {self.worst[0]:.0f} %"
 
 

@@ -13,6 +13,7 @@ from kvbench.analysis.formatting import explain_no_score, format_p
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.analysis.significance import ALPHA, UNADJUSTED
+from kvbench.log import count
 from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
 from kvbench.report.grid import Grid, draw_grid, list_scores
 from kvbench.report.group import VISIBILITIES, GroupedRun
@@ -75,7 +76,7 @@ def write_report(groups: Sequence[Sequence[GroupedRun]], grids: Sequence[Grid]) 
         for i, (title, entries) in enumerate(zip(titles, groups, strict=True))
     )
     parts = [
-        f"<p>{len(results)} runs. Data: {', '.join(files)}</p>\n<nav><ul>\n{links}</ul></nav>\n{ABOUT}",
+        f"<p>{count(len(results), 'run')}. Data: {', '.join(files)}</p>\n<nav><ul>\n{links}</ul></nav>\n{ABOUT}",
         *(
             write_group(entries, f"group-{i}", title)
             for i, (title, entries) in enumerate(zip(titles, groups, strict=True))
@@ -120,7 +121,9 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
             f"BOS token from {task.bos}, truncation {task.truncation}, data {task.dataset_revision or 'generated'}"
         )),
         ("scorer", f"{task.scorer}: {Metric.of(result.score).title}"),
-        ("samples", f"{spec.samples} contexts x {spec.turns} questions, split {spec.split}, seed {spec.seed}"),
+        ("samples", (
+            f"{count(spec.samples, 'context')} x {count(spec.turns, 'question')}, split {spec.split}, seed {spec.seed}"
+        )),
         ("mode", ", ".join([
             str(result.mode), VISIBILITIES[result.visibility], f"{result.history} history",
             *(["recompressed each turn"] if spec.recompress else []),

@@ -87,9 +87,8 @@ def load(path: Path, kind: str | None = None, block: int | None = None) -> Trace
     if kind is not None and kind not in FORMATS:
         raise unknown("trace format", kind, FORMATS)
     data = _read(path)
-    kind = kind or _recognize(path, data)
     tree = PrefixTree()
-    size, requests = FORMATS[kind](path, data, tree)
+    size, requests = FORMATS[kind or _recognize(path, data)](path, data, tree) if data.strip() else (None, [])
     if not requests:
         raise UserError(f"{path} holds no request. Give a trace in one of the formats {', '.join(FORMATS)}.")
     if block is not None and size is not None and block != size:

@@ -129,7 +129,8 @@ def read_settings(pairs: list[str], fields: dict[str, Any], policy: str) -> dict
         try:
             found[key] = kind(text)
         except ValueError:
-            raise UserError(f"--set {pair}: must be {kind.__name__}, as {fields[key]!r}.") from None
+            wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+            raise UserError(f"--set {pair}: must be {wanted}, such as {fields[key]!r}.") from None
         if isinstance(found[key], float) and not math.isfinite(found[key]):
             raise UserError(f"--set {pair}: must be a finite number.")
     return found

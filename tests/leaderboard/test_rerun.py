@@ -363,7 +363,10 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     written = json.loads((folder / "verification.json").read_text())
     assert written == {key: value for key, value in done.json[0].items() if key != "path"} | {"seal": written["seal"]}
     assert is_believed(Verification.model_validate_json((folder / "verification.json").read_text()), folder)
-    assert kvbench("leaderboard", "verify", tmp_path).code == 0, "what a verifier wrote is no part of the bundle"
+    done = kvbench("leaderboard", "verify", tmp_path, "--write")
+    assert done.code == 0, "what a verifier wrote is no part of the bundle"
+    assert f"warning: {folder / 'verification.json'} had level L1 and has L0 now." in done.err
+    assert "had level" not in kvbench("leaderboard", "verify", tmp_path, "--write").err
 
 
 @pytest.mark.parametrize("command", ["verify", "rerun"])

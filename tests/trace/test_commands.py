@@ -58,7 +58,7 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
     (["run", "--blocks", "2.5"], "must be a whole number of blocks"),
     (["run", "--trace", "mooncake-conversation"], "Run `kvbench trace add mooncake-conversation` first"),
     (["run", "--trace", "sinthetic"], "unknown trace 'sinthetic'. Did you mean 'synthetic'?"),
-    (["run", "--policy", "ttl", "--set", "seconds=x"], "--set seconds=x: must be float"),
+    (["run", "--policy", "ttl", "--set", "seconds=x"], "--set seconds=x: must be a number, such as"),
     (["run", "--policy", "ttl", "--set", "second=1"], "Did you mean 'seconds'?"),
     (["run", "--policy", "lru", "--set", "x=1"], "unknown setting of policy lru 'x'. lru has none: leave --set out."),
     (["run", "--policy", "ttl", "--set", "30"], "Write --set seconds=VALUE."),
@@ -92,6 +92,16 @@ def test_a_trace_of_lengths_has_no_hit_rates(kvbench, tmp_path, arguments):
     answer = kvbench("trace", *arguments, "--trace", path, "--blocks", "100")
     assert answer.code == 2
     assert answer.err == "kvbench: trace lengths has lengths and no blocks. Use it with `kvbench trace memory`.\n"
+
+
+def test_a_salt_that_a_trace_lacks_is_named(kvbench, tmp_path):
+    """Its row would be missing otherwise, without a reason."""
+    path = tmp_path / "short.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    answer = kvbench("trace", "isolate", "--trace", path, "--blocks", "1")
+    assert answer.code == 0
+    assert "Requests of short have no field user and no field session that could be a salt." in answer.out
+    assert "could be a salt" not in kvbench("trace", "isolate").out
 
 
 def test_the_name_of_a_page_is_checked_before_the_simulation(kvbench, monkeypatch):

@@ -73,7 +73,7 @@ def test_a_table_may_begin_with_a_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "the format of .* is not known"), ("hello\n", "the format of .* is not known"),
+    ("", "holds no request"), (" \n", "holds no request"), ("hello\n", "the format of .* is not known"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "line 2: TIMESTAMP must be a date and time, got 'never'"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
     (f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'1' * 200_000}\n", r"not CSV \(field larger than field limit"),

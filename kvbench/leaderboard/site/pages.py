@@ -25,6 +25,7 @@ from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
 from kvbench.leaderboard.site.tables import Group, RankedRun, name_machine
 from kvbench.leaderboard.submission.records import LEVELS
+from kvbench.log import count
 from kvbench.method import Upstream
 from kvbench.models.sources import SOURCES
 from kvbench.report.group import VISIBILITIES, Axis, name_question, name_training
@@ -121,10 +122,11 @@ def describe_group(group: Group) -> str:
     where = f"{group.usual_machine}{', where a row names no other machine' if len(group.machines) > 1 else ''}"
     history = f" with {result.history} history" if result.mode == "multi-turn" else ""
     again = ", recompressed at each turn" if spec.recompress else ""
+    contexts = count(spec.samples, "context")
     turns = f"{spec.turns} questions" if spec.turns > 1 else "one question"
     better = "" if result.score.higher_is_better else " (lower is better)"
     return (
-        f"{result.model.id} in {result.model.dtype}; {spec.samples} contexts, {turns} each{history}{again}; scored by "
+        f"{result.model.id} in {result.model.dtype}; {contexts}, {turns} each{history}{again}; scored by "
         f"{result.task.scorer}{better}; {where}"
     )
 

@@ -246,12 +246,17 @@ def _is_possible(found: Agreement, ours: Sequence[int], full: Sequence[int], ref
     return same <= round(found.top1 * found.n)
 
 
-def _is_unverified(path: Path) -> bool:
-    """Whether a record next to a run says that it has no level, sealed or not."""
+def read_record(folder: Path) -> Verification | None:
+    """The record of verification next to a run, sealed or not; None: none that can be read."""
     try:
-        return parse(read_regular(path / VERIFICATION), Verification, VERIFICATION).level is None
+        return parse(read_regular(folder / VERIFICATION), Verification, VERIFICATION)
     except (OSError, RefusedError):
-        return False
+        return None
+
+
+def _is_unverified(path: Path) -> bool:
+    found = read_record(path)
+    return found is not None and found.level is None
 
 
 def _hash(document: object) -> str:
