@@ -126,6 +126,7 @@ def run_bench(request: BenchRequest) -> Bench:
         say(f"{cell.timing} {cell.method.name}, {cell.length} tokens x {cell.batch}: {outcome}")
         save("running", None)
 
+    save("running", None)  # a place that cannot be written costs no measurement
     run_cells(job, emit)
     after = attempt(partial(measure_copy, device))
     return save("done", None if isinstance(after, Failure) else after)

@@ -84,7 +84,12 @@ def format_speedup(found: Speedup | None) -> str:
     if found is None:
         return "-"
     doubt = f" of {found.n} rounds" if found.n < FEW else " noise" if found.within_noise else ""
-    return f"{found.median:.2f} [{found.low:.2f}, {found.high:.2f}]{doubt}"
+    return f"{_factor(found.median)} [{_factor(found.low)}, {_factor(found.high)}]{doubt}"
+
+
+def _factor(x: float) -> str:
+    """Two decimals, and fewer for large factors, so that a table stays narrow."""
+    return f"{x:.2f}" if x < 9.995 else f"{x:.1f}" if x < 99.95 else f"{x:,.0f}"
 
 
 def format_seconds(value: float) -> str:

@@ -24,11 +24,11 @@ from kvbench.bench.__main__ import main
 from kvbench.bench.answer import time_answers
 from kvbench.bench.decode import WrongStepError, open_attention, open_steps
 from kvbench.bench.outcome import Failure, attempt
-from kvbench.bench.records import Bench
+from kvbench.bench.records import Bench, Speedup
 from kvbench.bench.references import WrongKernelError, compare_operations, measure
 from kvbench.bench.run import BenchRequest, check_positions, run_bench
 from kvbench.bench.state import Setting, open_context
-from kvbench.bench.table import list_lines, make_tables
+from kvbench.bench.table import format_speedup, list_lines, make_tables
 from kvbench.bench.timing import CAPTURED_CALLS, capture, compare, find_median, interleave, measure_copy, time_calls
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf import Model
@@ -143,6 +143,12 @@ def test_medians_and_ratios_by_hand():
     assert apart.low < 1 < apart.high
     assert (paired.within_noise, apart.within_noise) == (False, True)
     assert compare(theirs[:4], ours[:4], paired=True).within_noise  # four rounds are too few
+
+
+def test_large_factors_have_fewer_decimals():
+    """A table is as wide with 145-fold speed-ups as with 1.45-fold ones."""
+    shown = [format_speedup(Speedup(median=1.453 * x, low=x, high=2.0 * x, n=9, paired=True)) for x in (1, 10, 100)]
+    assert shown == ["1.45 [1.00, 2.00] noise", "14.5 [10.0, 20.0]", "145 [100, 200]"]
 
 
 @settings(deadline=None)
