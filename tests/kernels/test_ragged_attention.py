@@ -145,6 +145,29 @@ def test_half_precision(dtype, attention, error, allowed):
     assert error(found, reference(query, flat, tail_keys, tail_values, **options)) < allowed[dtype]
 
 
+@pytest.mark.parametrize("large", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_flash_attention_gives_what_explicit_logits_give(dtype, large, attention, monkeypatch, error, allowed):
+    """The output and its log-sum-exp, of heads with unequal counts and of the tail."""
+    _, keys, values = attention(GQA, 1, 20, seed=1, dtype=dtype)
+    query, tail_keys, tail_values = attention(GQA, 1, 6, dtype=dtype)
+    flat = flat_entries(keys, values, COUNTS["uneven"], 30)
+
+    def attend():
+        return [
+            ragged_partial(large * query, **flat, scale=0.3, seen=SEEN),
+            dense_partial(large * query, tail_keys, tail_values, positions=None, scale=0.3, seen=SEEN),
+        ]
+
+    by_flash = attend()
+    monkeypatch.setattr(plain, "_flash_takes", lambda *_: False)
+    for found, wanted in zip(by_flash, attend(), strict=True):
+        assert error(found.output, wanted.output) < allowed[dtype]
+        seen = wanted.lse.isfinite()
+        assert torch.equal(found.lse.isfinite(), seen)
+        assert (found.lse - wanted.lse)[seen].abs().max() < 1e-5 * large
+
+
 def test_a_large_mean_of_the_keys_costs_no_precision(attention):
     """Logits near 1,000 that differ by less than 2, which 16 bits would round to multiples of 4."""
     query, keys, values = attention(GQA, 1, 20, dtype=torch.bfloat16)
