@@ -89,6 +89,7 @@ def create_command(
 @tokens.command("list")
 def list_command(*, db: Url = None, state: Folder = HERE, as_json: Json = False) -> None:
     """List the tokens by owner; the tokens themselves are not stored."""
+    _check_database(db, state)
     _, database = _open(db, state)
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.server.tokens import list_tokens
@@ -111,10 +112,21 @@ def revoke_command(
     state: Folder = HERE,
 ) -> None:
     """Revoke a token permanently; its submissions stay."""
+    _check_database(db, state)
     _, database = _open(db, state)
     from kvbench.leaderboard.server.tokens import revoke_token
 
     echo(f"token {number} of {revoke_token(database, number).name} was revoked.")
+
+
+def _check_database(url: str | None, folder: Path) -> None:
+    """Refuse a folder without a database, where an empty one would be made."""
+    from kvbench.leaderboard.server.state import DATABASE
+
+    if url is None and not (folder / DATABASE).is_file():
+        raise UserError(
+            f"--state {folder} has no database of a server. Give the folder of `kvbench leaderboard serve`, or --db."
+        )
 
 
 def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tuple[State, Database]:

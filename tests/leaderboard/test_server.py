@@ -333,6 +333,9 @@ def test_only_the_site_is_served(server):
 
 def test_tokens_on_the_command_line(kvbench, tmp_path):
     state = ("--state", tmp_path / "s")
+    for arguments in (("list",), ("revoke", "1")):
+        done = kvbench("leaderboard", "token", *arguments, *state)
+        assert (done.code, "has no database of a server" in done.err, (tmp_path / "s").exists()) == (2, True, False)
     made = kvbench("leaderboard", "token", "create", "ada", *state, "--json")
     assert made.out.splitlines()[0] == made.json["token"]
     listed = kvbench("leaderboard", "token", "list", *state, "--json")

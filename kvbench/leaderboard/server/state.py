@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+DATABASE = "leaderboard.db"
+"""The default database, in the folder of the state."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -16,7 +19,7 @@ class State:
     @property
     def database(self) -> str:
         """URL of the default database."""
-        return f"sqlite:///{self.folder / 'leaderboard.db'}"
+        return f"sqlite:///{self.folder / DATABASE}"
 
     @property
     def uploads(self) -> Path:
