@@ -166,6 +166,8 @@ def find_either(name: str) -> type[Method | Task]:
     tasks = [alias for x in list_entries("task") for alias in (x.name, *x.aliases)]
     if name in tasks or name.endswith(".toml") or name.startswith("lm-eval:"):
         return find_task(name)
+    if "/" in name:
+        return cast("type[Method | Task]", _load_file(name, "method", "task"))
     methods = [x.name for x in list_entries("method")]
     if name in methods or "+" in name:
         return find_method(name)
@@ -247,9 +249,11 @@ def _load_file(text: str, *kinds: Kind) -> type:
     path = Path(location if location.endswith(".py") else f"{location}.py").expanduser()
     if not path.is_file():
         typed = path if ".py" in text else text
+        exists = Path(text).expanduser().is_file()
+        fault = "is not a Python file." if exists else f"does not exist.{suggest_file(path)}"
         raise UserError(
-            f"{kind} file '{typed}' does not exist.{suggest_file(path)} Give path/to/file.py:Class, or a name of "
-            f"`kvbench list {kinds[0]}s`."
+            f"{kind} file '{typed}' {fault} Give path/to/file.py:Class, "
+            f"{'path/to/file.toml, ' if 'task' in kinds else ''}or a name of `kvbench list {kinds[0]}s`."
         )
     # The name is a hash of the path, so that two files of one name are two modules. Dataclasses need it in sys.modules.
     name = f"{FILE_MODULE}{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"

@@ -101,6 +101,15 @@ def test_an_unknown_name_is_refused(name, message):
         find_method(name)
 
 
+@pytest.mark.parametrize("find", [find_task, find_either])
+def test_a_file_of_another_kind_is_not_called_missing(find, tmp_path):
+    """With the kinds that a task file may have."""
+    path = tmp_path / "mine.yml"
+    path.write_text("task: mine\n")
+    with pytest.raises(UserError, match=r"mine.yml' is not a Python file\. .* path/to/file.toml, or"):
+        find(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,14 +27,14 @@ def load_task(where: str) -> Any:
     manager_of = load_extra("lm_eval.tasks", extra="lm-eval", what=f"task '{PREFIX}{where}'").TaskManager
     is_file = where.endswith(".yaml")
     if is_file and not Path(where).expanduser().is_file():
-        raise UserError(f"task file '{where}' does not exist. Give the path of a YAML file of lm_eval, or a name.")
+        raise UserError(f"task file '{where}' does not exist. Give the path of a .yaml file of lm_eval, or a name.")
     manager = manager_of(include_defaults=not is_file)  # indexing lm_eval's own tasks takes seconds
     if not is_file and where not in manager.all_subtasks:
         close = ", ".join(difflib.get_close_matches(where, manager.all_subtasks, n=3)) or "nothing"
         reason = "a group, but a run has one task" if where in manager.all_tasks else f"unknown; similar names: {close}"
         raise UserError(
             f"task '{PREFIX}{where}' is {reason}. Give a name of `python -m kvbench.integrations.lmeval ls "
-            "subtasks`, or the path of a YAML file."
+            "subtasks`, or the path of a .yaml file."
         )
     try:
         (found,) = manager.load([where])["tasks"].values()
