@@ -459,6 +459,8 @@ def test_explain_does_not_run_a_request_twice(kvbench, arguments, tmp_path):
     answer = kvbench("explain", *runs, "--run", *out, "--json")
     assert answer.code == 0, answer.err
     assert {x["name"]: x["note"] for x in answer.json["differences"]}["budget"] == "no effect: the same run"
+    assert "No setting, version or machine differs." not in answer.out
+    assert "No setting, version or machine differs." in kvbench("explain", runs[0], runs[0], *out).out
 
 
 def test_the_full_cache_is_the_baseline(kvbench, arguments, tmp_path):
