@@ -239,13 +239,19 @@ def task_table(results: Sequence[Result]) -> str:
     return table(("task", *(f"{x:,} tokens" for x in lengths)), rows)
 
 
-def _name_commits(results: Sequence[Result]) -> str:
-    """Every commit that runs are of, the one with the most first."""
-    found = Counter(x.environment.git.commit[:12] for x in results if x.environment.git is not None)
+def _name_place(results: Sequence[Result]) -> str:
+    """Every processor and commit that runs are of, the one with the most first."""
+    processors = Counter(x.environment.cpu for x in results)
+    commits = Counter(f"`{x.environment.git.commit[:12]}`" for x in results if x.environment.git is not None)
+    noun = "commit" if len(commits) == 1 else "commits"
+    return f"on {_name_each(processors)}, two cores, {noun} {_name_each(commits)}"
+
+
+def _name_each(found: Counter[str]) -> str:
+    """Names with the runs that each has, or the only name."""
     if len(found) == 1:
-        return f"commit `{next(iter(found))}`"
-    names = (f"`{name}` ({count(runs, 'run')})" for name, runs in found.most_common())
-    return f"commits {', '.join(names)}"
+        return next(iter(found))
+    return ", ".join(f"{name} ({count(runs, 'run')})" for name, runs in found.most_common())
 
 
 def _name_earlier(results: Sequence[Result]) -> str:
@@ -261,8 +267,7 @@ def describe(results: Sequence[Result]) -> str:
     first = results[0]
     return (
         f"Model `mini`, task `{first.task.name}`, `multi-turn`, {first.n_samples} contexts with {first.spec.turns} "
-        f"questions each, reference history, seed {first.spec.seed}, on {first.environment.cpu} (2 cores), "
-        f"{_name_commits(results)}.\n"
+        f"questions each, reference history, seed {first.spec.seed}, {_name_place(results)}.\n"
         "Top-1 agreement and KL divergence compare with the full cache, teacher-forced on the reference answers.\n"
         f"{_name_earlier(results)}"
     )
@@ -278,8 +283,8 @@ def describe_real(results: Sequence[Result], others: Sequence[Result] = ()) -> s
     ]
     hours = sum(x.environment.seconds for x in results) / 3600
     return (
-        f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, on {first.environment.cpu} "
-        f"(2 cores), {_name_commits(results)}.\n{''.join(cells)}"
+        f"Model `{first.model.id}` in {first.model.dtype}, seed {first.spec.seed}, {_name_place(results)}.\n"
+        f"{''.join(cells)}"
         f"The {len(results)} runs took {hours:.0f} hours, each on one core that other work shared.\n"
         f"{_name_earlier([*results, *others])}"
     )
