@@ -17,6 +17,10 @@ from .test_forgeries import READS, Change, forge, in_spec
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lossless": ("prompt-lookup", {}),
     "host": ("vericache", {"mode": "multi-turn", "turns": 4, "visibility": "hidden"}),
+    "host, sliding layers": ("vericache", {
+        "model": "mini-hybrid", "task": "math-find", "length": 360, "visibility": "hidden",
+        "generation": ("max_new_tokens=4",),
+    }),
     "factors": ("xkv", {}),
     "reuse": ("cacheblend", {"task": "reuse-order", "length": 512}),
     "no-context": ("no-context", {"task": "reuse-edit", "length": 512}),

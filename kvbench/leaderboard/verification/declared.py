@@ -297,6 +297,8 @@ def _check_end(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> Non
         with refusing_errors("bytes", "the bytes that its method declares on the host"):
             longer = replace(shape, length=shape.length + x.after)
             on_host = method.declared_host_bytes(longer) - method.declared_host_bytes(shape)
+        sliding = tuple(layer for layer in shape.layers if layer.window is not None)
+        on_host += x.after * replace(shape, length=1, layers=sliding).full_bytes  # the window drops no later token
     # Steps that read a part count by themselves, those of a question and of an answer that is not part of the end.
     read_at = longest if size.end_full_bytes is None or method.budget_kind is BudgetKind.READ else size.end_full_bytes
     selects = method.budget_kind is BudgetKind.READ or method.generates_alone
