@@ -92,8 +92,9 @@ def run_batch(
             tokens, different = count_different(done[0][0][:1], lines)
         else:
             say(f"sample {group[0][0]} alone failed, so the batch is not compared with it: {lines[-1].error}")
-    seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
-    update = {"times": None, "batch": BatchLine(size=size, alone=alone), "seconds": seconds}
+    update: dict[str, object] = {"times": None, "batch": BatchLine(size=size, alone=alone)}
+    if found is not None:
+        update["seconds"] = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
     marked = [([x.model_copy(update=update) for x in lines], failure) for lines, failure in done]
     if tokens is not None:
         compared = BatchLine(size=size, tokens=tokens, different=different)

@@ -150,6 +150,13 @@ def test_a_method_that_generates_in_its_own_way_runs_one_by_one(model_folder, tm
     assert result.latency.untimed is not None
 
 
+def test_answers_that_run_one_by_one_have_their_own_seconds(model_folder, tmp_path):
+    """A mean over the batch could be less than the plain decoding that a lossless method times within a long one."""
+    (tmp_path / "own.py").write_text(FAULTY)
+    *_, lines = make_lines(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Own", batch="4"))
+    assert len({x.seconds for x in lines}) == len(lines) == 4
+
+
 def test_a_sample_that_raises_fails_alone(model_folder, tmp_path, capsys):
     """The other samples of its batch have their answers, and the lines are those of one at a time."""
     job = prepare(make_request(model_folder, tmp_path, method=f"{TOYS}:Last"))
