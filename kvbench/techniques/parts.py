@@ -60,7 +60,9 @@ _FOUND: dict[str, TrainedPart] = {}
 _HASHES: dict[tuple[str, str, str, str], str] = {}
 """Of the parts found in this process, by method, file or settings, model and element type."""
 _MODULES: dict[str, nn.Module] = {}
-"""Modules with a part's weights, by their hash, each on the device of the last model that was bound."""
+"""Modules with a part's weights, by their hash, each for the last model that was bound."""
+_FITTING: dict[str, str] = {}
+"""The hash of that model, by the hash of the weights: the authors' files do not say which model they are for."""
 
 
 def find_part(
@@ -123,19 +125,20 @@ def get_part(sha256: str) -> TrainedPart:
 
 
 def load_module(method: str, model: Model, sha256: str, make: Callable[[], nn.Module]) -> None:
-    """Give a part's weights to a module on the model's device, for `get_module`; once per process and device.
+    """Give a part's weights to a module on the model's device, for `get_module`; once per process, model and device.
 
     make: the module without these weights.
 
     Raises:
         UserError: the weights have other names or shapes.
     """
-    if sha256 in _MODULES and next(_MODULES[sha256].parameters()).device == model.device:
+    if _FITTING.get(sha256) == model.sha256 and next(_MODULES[sha256].parameters()).device == model.device:
         return
     part, module = get_part(sha256), make()
     check_shapes(method, model, part, {name: tuple(x.shape) for name, x in module.state_dict().items()})
     module.load_state_dict(dict(part.weights))
     _MODULES[sha256] = module.to(model.device).requires_grad_(requires_grad=False)
+    _FITTING[sha256] = model.sha256
 
 
 def get_module(sha256: str | None, kind: type[M]) -> M:

@@ -187,6 +187,16 @@ def test_weights_of_another_shape_are_refused(tmp_path, weights, reason):
         Locret(weights=str(tmp_path / "heads.safetensors")).bind(tiny_model())
 
 
+def test_weights_that_fit_one_model_are_refused_by_another(tmp_path):
+    """In one process, as the cells of a sweep: the authors' files do not say which model they are for."""
+    path = tmp_path / "heads.safetensors"
+    save_file(layers({"fc1.weight": draw(WIDE, 8 * WIDTH), "fc2.weight": draw(2, WIDE)}), path)
+    method = Locret(weights=str(path))
+    method.bind(tiny_model())
+    with pytest.raises(UserError, match=r"has shape None, and tiny-.* needs"):
+        method.bind(tiny_model(layers=3))
+
+
 def test_files_without_the_part_are_refused(tmp_path):
     """A checkpoint of something else, a file that is cut off, and a folder without files."""
     save_file({"model.embed_tokens.weight": draw(2, 2)}, tmp_path / "model.safetensors")
