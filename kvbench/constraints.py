@@ -102,9 +102,9 @@ def validate(made: Any, name: str) -> None:
     for setting, adapter in _adapters[kind].items():
         value = getattr(made, setting)
         try:
-            adapter.validate_python(value)
+            adapter.validate_python(value, strict=True)  # nothing is converted, so "32" is no whole number
         except ValidationError:
-            raise violation(name, kind, setting, value) from None
+            raise violation(name, kind, setting, repr(value) if isinstance(value, str) else value) from None
 
 
 _adapters: WeakKeyDictionary[type, dict[str, TypeAdapter[Any]]] = WeakKeyDictionary()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
 
-from kvbench.constraints import Ge, Gt, Le, Natural, Odd, Positive, Share, describe
+from kvbench.constraints import Ge, Gt, Le, Natural, Odd, Positive, Share, describe, validate
+from kvbench.errors import UserError
 
 
 @pytest.mark.parametrize(("hint", "words"), [
@@ -19,3 +21,19 @@ from kvbench.constraints import Ge, Gt, Le, Natural, Odd, Positive, Share, descr
 def test_every_bound_is_named(hint, words):
     """Both ends of a range, and whole numbers where there is no bound."""
     assert describe(hint) == words
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole number and a share."""
+
+    window: Positive = 32
+    share: Share = 0.5
+
+
+@pytest.mark.parametrize(("value", "shown"), [("32", "'32'"), (32.0, "32.0"), (True, "True"), (0, "0")])
+def test_a_setting_in_python_has_the_type_of_its_field(value, shown):
+    """What reads as a number would be kept as it is, and compute and be recorded as something else."""
+    with pytest.raises(UserError, match=f"mine: window must be 1 or more, got {shown}. The default is 32."):
+        validate(Settings(window=value), "mine")
+    validate(Settings(share=1), "mine")  # a whole number is a number
