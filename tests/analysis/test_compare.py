@@ -21,6 +21,7 @@ from kvbench.analysis.compare import (
     find_baseline,
     find_full,
     find_regressions,
+    is_full,
     look,
     name_protocol,
     name_questions,
@@ -138,6 +139,14 @@ def test_a_method_without_a_budget_that_loses_entries_is_not_the_full_cache():
     assert find_regressions([merging, run("a", dict.fromkeys(FULL, 0.0))]) == []
 
 
+@pytest.mark.parametrize("part", ["lossless", "reuse"])
+def test_a_draft_and_reused_entries_are_not_the_full_cache(part):
+    """Methods without a budget that keep every entry, too."""
+    other = run("other", FULL, full=True)
+    assert is_full(other.result)
+    assert not is_full(other.result.model_copy(update={part: SimpleNamespace()}))
+
+
 def test_the_largest_losses_are_shown_and_the_rest_counted(capsys):
     """In the table, with the command that shows them; the record has all."""
     scores = {(i, 0): 1.0 for i in range(25)}
@@ -206,6 +215,8 @@ def test_the_baseline_is_the_full_cache_or_the_named_run():
         for x, name in zip(runs, names, strict=True)
     ]
     assert [find_baseline(runs, x) for x in ("full", "b-2", "3")] == [1, 1, 2]
+    assert find_baseline([*runs, run("failed", FULL, full=True, status="failed"), run("whole", FULL, full=True)]) == 4
+    assert find_baseline(runs) == 0
     with pytest.raises(UserError, match=r"'snapkv' is the name of 2 runs.*a-1, c-3"):
         find_baseline(runs, "snapkv")
     with pytest.raises(UserError, match=r"unknown baseline 'ful'\. Did you mean 'full'"):
@@ -222,6 +233,8 @@ def test_more_runs_need_larger_differences():
     assert [x.p for x in found] == [*raw, None, None]
     assert [x.p_adjusted for x in found] == [*adjust(raw), None, None]
     assert [x.within_noise for x in found] == [False, False, True, None, None]
+    assert found[0].least_p == 3 * 2 / 2**20
+    assert compare_pair(first, others[0]).least_p == 2 / 2**20
     assert compare_runs(first, others[:1])[0].p_adjusted == raw[0]
 
 

@@ -18,11 +18,11 @@ class Run:
     lines: dict
 
 
-def make(name, scores, reuse=None, *, full=False, hashes="same"):
+def make(name, scores, reuse=None, *, full=False, hashes="same", higher=True):
     """A run with one question per context."""
     result = SimpleNamespace(
         status="ok", run_id=name, reuse=reuse, lossless=None, budget=SimpleNamespace(kind="none"),
-        effect=SimpleNamespace(n=0 if full else len(scores)), score=SimpleNamespace(higher_is_better=True),
+        effect=SimpleNamespace(n=0 if full else len(scores)), score=SimpleNamespace(higher_is_better=higher),
     )
     lines = {(f"s{i}", 0): SimpleNamespace(score=x, prompt_hash=hashes, index=i) for i, x in enumerate(scores)}
     return Run(result, lines)
@@ -45,6 +45,20 @@ def test_a_run_below_no_context_is_below_zero():
     (found,) = find_recoveries(runs)
     assert found.share == pytest.approx(-0.5)
     assert found.ci95 == pytest.approx((-0.5, -0.5))
+
+
+def test_errors_are_recovered_where_lower_is_better():
+    """By hand: (0.75 - 0.5) / (0.75 - 0.25)."""
+    full, floor = make("full", [0, 0, 0, 1], full=True, higher=False), make("none", [1, 0, 1, 1], FLOOR, higher=False)
+    (found,) = find_recoveries([full, floor, make("ours", [0, 0, 1, 1], REUSE, higher=False)])
+    assert (found.share, found.gap) == (0.5, 0.5)
+
+
+def test_the_interval_is_that_of_drawn_contexts():
+    """Half of eight contexts are recovered: a binomial number of eights, from 1 (P = 3.5 %) to 7."""
+    runs = [make("full", [1] * 8, full=True), make("none", [0] * 8, FLOOR), make("ours", [1, 0] * 4, REUSE)]
+    (found,) = find_recoveries(runs)
+    assert (found.share, found.ci95) == (0.5, (1 / 8, 7 / 8))
 
 
 def test_without_a_gap_there_is_no_share():

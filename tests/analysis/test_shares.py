@@ -96,6 +96,18 @@ def test_earlier_results_take_the_reads_of_the_full_cache_from_its_run(curated):
     assert read_share(fill_full_reads(curated, curated[1:])[0].result) is None
 
 
+def test_the_reads_of_the_full_cache_are_those_of_the_same_conversation(curated):
+    """Of several runs of the full cache the first counts; none does where a method continues its own answers."""
+    full = curated[0]
+    memory = full.result.memory.model_copy(update={"read_bytes_per_step": 2 * full.result.memory.read_bytes_per_step})
+    other = replace(full, result=full.result.model_copy(update={"memory": memory}))
+    assert [read_share(x.result) for x in fill_full_reads([full], [other, full])] == [0.5]
+    own = replace(full, result=full.result.model_copy(update={"history": "own"}))
+    assert [read_share(x.result) for x in fill_full_reads([own], [full])] == [None]
+    (known,) = fill_full_reads([full], [full])
+    assert [read_share(x.result) for x in fill_full_reads([known], [other])] == [1.0]
+
+
 def test_the_share_of_answers_cut_by_the_length_limit(curated):
     """Of generated answers; choices are compared and not generated."""
     result = curated[0].result

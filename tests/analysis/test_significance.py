@@ -94,6 +94,7 @@ def test_sign_flips_by_hand():
     assert flip_signs([1, 2, -4, 0, 0]) == 1.0
     assert flip_signs([1, -1]) == 1.0
     assert flip_signs([0, 0, 0]) == 1.0
+    assert flip_signs([0.1 + 0.2 - 0.3, 0.0]) == 1.0  # 6e-17, which is rounding
 
 
 @pytest.mark.parametrize(("better", "worse"), [(1, 0), (5, 0), (6, 0), (9, 2), (40, 20), (7, 7)])
@@ -257,6 +258,20 @@ def test_an_interval_counts_contexts_where_their_answers_agree():
     low, high = find_interval(alike)
     assert low < exact.low and exact.high < high
     assert spread == pytest.approx(find_interval([[1.0]] * 8 + [[0.0]] * 2))  # no variation: contexts are counted
+
+
+def test_an_interval_has_the_published_number_of_questions():
+    """By hand, of 10 contexts with 5 questions (Korn and Graubard): 45 of right answers 5, 5, 4, 5, 3, 5, 4, 5, 5, 4.
+
+    The variance of the mean 0.9 is 10 / 9 * 4.5 / 50**2 = 0.002, that of 45 independent answers; with (t of 49) / (t of
+    9) = 2.00958 / 2.26216, squared, that leaves 35.51. Contexts that vary less than independent answers would count as
+    50 of these.
+    """
+    few = [[1.0] * x + [0.0] * (5 - x) for x in (5, 5, 4, 5, 3, 5, 4, 5, 5, 4)]
+    assert find_interval(few) == pytest.approx((0.7522, 0.9749), abs=1e-4)
+    alike = [[1.0] * x + [0.0] * (5 - x) for x in (4, 4, 4, 4, 5, 4, 4, 4, 4, 3)]
+    exact = binomtest(40, 50).proportion_ci(method="exact")
+    assert find_interval(alike) == pytest.approx((exact.low, exact.high))
 
 
 @pytest.mark.parametrize(("contexts", "questions", "mean"), [(3, 1, 0.9), (20, 1, 0.95), (10, 5, 0.8)])
@@ -436,6 +451,12 @@ def test_the_power_of_many_questions_takes_few_sums(monkeypatch):
     found = find_detectable(10_000)
     assert max(asked) < 2500
     assert found == pytest.approx(math.sqrt(0.5 / 10_000) * (1.96 + 0.8416), rel=0.03)  # of a normal distribution
+
+
+@pytest.mark.parametrize("turns", [1, 5])
+def test_an_accuracy_has_the_detectable_difference_of_its_error_rate(turns):
+    """A method at 0.2 can gain as much as one at 0.8 can lose."""
+    assert find_detectable(30, 0.2, turns) == find_detectable(30, 0.8, turns)
 
 
 def test_answers_that_hardly_differ_hide_no_detectable_difference():
