@@ -118,10 +118,10 @@ def doubt(mean, **facts):
 
 def made_run(
     mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0,
-    kind="autoregressive", reused=None,
+    kind="autoregressive", reused=None, higher=True,
 ):
     """The parts of a result that doubts are drawn from."""
-    score = Score(metric="contains", higher_is_better=True, mean=mean, partial_mean=mean, ci95=None, by_turn=())
+    score = Score(metric="contains", higher_is_better=higher, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return SimpleNamespace(
         model=SimpleNamespace(kind=kind), score=score,
         scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
@@ -141,6 +141,10 @@ def test_doubts_about_a_run():
     (found,) = doubt(1.0, strict=0.3)
     assert found.startswith("contains gives 1.000, but 0.300 if the first value named counts")
     assert doubt(1.0, stop=4, length=6) == ["the length limit cut 60% of the answers."]
+    assert [len(doubt(x)) for x in (0.49, 0.5)] == [1, 0]  # below one half
+    assert doubt(0.2, higher=False) == []  # an error rate
+    assert [len(doubt(1.0, strict=x)) for x in (0.89, 0.91)] == [1, 0]
+    assert [len(doubt(1.0, stop=10 - x, length=x)) for x in (5, 4)] == [1, 0]  # one half of the answers
     strict = SimpleNamespace(scores={"kv-strict@1": 0.0}, task=SimpleNamespace(scorer="kv@1"))
     assert find_strict(strict) == 0.0
 
@@ -150,6 +154,7 @@ def test_a_budget_that_holds_the_whole_context_is_a_doubt():
     (found,) = doubt(1.0, full=False, asked="1024", kl=0.0)
     assert found.startswith("the budget holds the whole context, so the method changed nothing")
     assert doubt(1.0, full=False, asked="1024", kl=0.0, n=1) == doubt(1.0, full=False, asked="192") == []
+    assert doubt(1.0, kl=0.0) == []  # the full cache has no budget
 
 
 def test_reuse_of_no_entry_is_a_doubt():
@@ -185,6 +190,7 @@ def test_a_narrow_kernel_gives_a_warning(kernel, tokens, warned):
     assert later == [f"{said}only part of a value may be kept."] * warned
     prose = Example("x", "c", (Turn("q", "", "a long story", ("a long story",), 20),))
     assert warn_of_pooling(spec, prose, encoded) is None
+    assert doubt(1.0, full=False, kernel=kernel, tokens=float(tokens)) == []  # no strict score: no values
 
 
 def test_a_kernel_need_not_span_all_values_of_an_answer():
@@ -199,3 +205,16 @@ def test_a_kernel_need_not_span_all_values_of_an_answer():
 
     assert warn(17) is None
     assert "a value of mv has 9 under this tokenizer" in warn(7) and "--set kernel=17" in warn(7)
+
+
+@pytest.mark.parametrize(("sizes", "others", "found"), [((36, 27), (), 9), ((27, 36), (), 9), ((33,), (), 9),
+                                                        ((36,), ("a story",), None)])
+def test_the_longest_value_of_a_context_counts(sizes, others, found):
+    """Of all its questions, in whole tokens: 33 tokens for four values are up to 9. Nothing counts besides values."""
+    values = ("1234567", "2345678", "3456789", "4567890")
+    turn = Turn("q", "", f" {', '.join(values)}", (*values, *others), 80)
+    encoded = Encoded((1,), tuple(EncodedTurn((2,), (2,), tuple(range(x))) for x in sizes))
+    method = SimpleNamespace(name="snapkv", settings={"kernel": 7})
+    spec = SimpleNamespace(method=method, task=SimpleNamespace(name="mv"))
+    said = warn_of_pooling(spec, Example("x", "c", (turn,) * len(sizes)), encoded)
+    assert said is None if found is None else f"a value of mv has {found} under" in said
