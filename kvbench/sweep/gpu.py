@@ -39,7 +39,7 @@ def choose_workers(cells: Sequence[SweepCell], gpus: Sequence[int], cores: int, 
     if alone or not gpus:
         return 1
     beside = min(count_beside(x, min(gpus)) for x in groups)
-    return 1 if beside == 1 else min(beside * len(gpus), len(groups), cores)
+    return min(beside * len(gpus), len(groups), cores)
 
 
 def check_beside(groups: Sequence[Sequence[SweepCell]], workers: int, gpus: Sequence[int]) -> None:

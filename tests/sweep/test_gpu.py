@@ -81,6 +81,8 @@ def test_a_sweep_fills_the_gpus_unless_told_otherwise():
     assert choose_workers([*cells, make_cell(None)], [memory], 16, share=False) == 1
     assert choose_workers([*cells, make_cell(device="cpu")], [memory], 16, share=False) == 1
     assert choose_workers(cells, [], 16, share=False) == 1
+    assert choose_workers(cells, [memory, memory // 2], 16, share=False) == 2  # each holds one
+    assert choose_workers([*cells, make_cell("64")], [memory, memory], 16, share=False) == 2  # as the largest does
 
 
 def test_more_workers_than_the_memory_holds_are_refused():
@@ -93,6 +95,11 @@ def test_more_workers_than_the_memory_holds_are_refused():
     check_beside(groups, 4, [memory, memory])
     check_beside(groups[:4], 6, [memory, memory, memory])
     check_beside([[make_cell(device="cpu")]] * 8, 8, [])
+    with pytest.raises(UserError, match="Use --workers 2 or less"):
+        check_beside(groups, 4, [memory, memory // 2])  # the smaller one holds one
+    large, beside = make_cell("64"), [make_cell() for _ in range(3)]
+    with pytest.raises(UserError, match=f"cell '{large.name}' alone needs"):
+        check_beside([*([x] for x in beside), [large]], 2, [predict_group([large], 80 * GB)])
 
 
 def test_workers_beside_a_cell_that_gives_times_are_refused():
