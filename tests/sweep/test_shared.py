@@ -163,6 +163,24 @@ def assert_same_lines(shared, alone):
         assert shared[name][1] == lines, name
 
 
+@pytest.mark.parametrize(("options", "shared"), [
+    *(({x: y}, True) for x, y in (
+        ("method", "h2o"), ("budget", "50%"), ("method_settings", ("window=16",)), ("samples", 3), ("batch", "2"),
+        ("scorer", "ruler-string-match-all-strict@1"),
+    )),
+    *(({x: y}, False) for x, y in (
+        ("model", "other"), ("device", "cuda"), ("dtype", "float32"), ("device_map", "auto"), ("task", "kv"),
+        ("task_settings", ("haystack=noise",)), ("template", "none"), ("split", "dev"), ("seed", 1), ("length", 512),
+        ("turns", 2), ("mode", "multi-turn"), ("visibility", "hidden"), ("chunk", 64), ("kernels", "triton"),
+    )),
+], ids=str)
+def test_cells_share_the_prefills_that_are_the_same(options, shared):
+    """What a method does with the entries is its own matter; what changes the entries or their number is not."""
+    first = Request(method="snapkv", task="niah", budget="25%")
+    cells = [SweepCell(i, "", x, {}) for i, x in enumerate((first, replace(first, **options)))]
+    assert group_cells(cells, 1, share=True) == ([cells] if shared else [[x] for x in cells])
+
+
 @pytest.mark.parametrize("fits", [2, 1])
 def test_a_shared_prefill_and_a_batch_go_together(model_folder, tmp_path, monkeypatch, fits):
     """Three questions about each context that fits into memory are decoded together, and each context is run once."""

@@ -270,6 +270,29 @@ def test_a_bad_file_is_refused(kvbench, sweep, tmp_path, grids, run, message):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["runs.toml"]
 
 
+OTHER = [
+    'budget = "50%"', 'mode = "multi-turn"', 'visibility = "hidden"', 'template = "none"', 'split = "dev"',
+    "length = 512", "samples = 3", "parts = 64", "seed = 1", "set.window = 16", "gen.max_new_tokens = 3", "chunk = 64",
+    "batch = 2", 'device = "cuda"', 'dtype = "float32"', 'model = "random:mini"', 'task = "niah_single_1"',
+    'scorer = "ruler-string-match-all-strict@1"', 'method = "tova"',
+]
+
+
+@pytest.mark.parametrize("option", OTHER)
+def test_cells_that_differ_in_what_a_run_is_are_two_runs(tmp_path, option):
+    """In one option that is a part of a run's identity; without it they are the same run."""
+    path = tmp_path / "sweep.toml"
+    path.write_text('[[grid]]\nmethod = "snapkv"\ntask = "niah"\n' * 2)
+    with pytest.raises(UserError, match="are the same run"):
+        check_cells(read_sweep(path))
+    key, _, value = option.partition(" = ")
+    lines = {"method": '"snapkv"', "task": '"niah"', key: value}
+    path.write_text('[[grid]]\nmethod = "snapkv"\ntask = "niah"\n[[grid]]\n' + "".join(
+        f"{name} = {x}\n" for name, x in lines.items()
+    ))
+    assert len(check_cells(read_sweep(path))) == 2
+
+
 @pytest.mark.slow
 def test_a_default_device_makes_no_second_cell(kvbench, sweep, tmp_path, monkeypatch):
     """Without CUDA, a cell with device cpu and one without a device are the same run."""
