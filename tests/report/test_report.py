@@ -392,6 +392,26 @@ def test_a_row_shows_its_result(groups):
     assert none[heads.index("score")].text == f"no score: scorer {entry.result.task.scorer} applies to no answer"
 
 
+def test_every_number_of_a_row_is_under_its_head(groups):
+    """Each of them another number, so that no two columns can be exchanged."""
+    entry = next(x for x in max(groups, key=len) if x.result.method.name == "h2o")
+    strict = entry.result.task.scorer.replace("@", "-strict@")
+    entry = edit(
+        entry, memory__full_bytes=1000, memory__stored_bytes=100, memory__end_full_bytes=2000,
+        memory__end_stored_bytes=300, memory__full_read_bytes_per_step=1500, memory__read_bytes_per_step=600,
+        memory__distinct_read_bytes_per_step=300, memory__bytes_per_token=77.0, scores={strict: 0.125},
+        output__stop_reasons={"stop": 7, "length": 1}, latency__tpot_s=0.0123, latency__ttft_s=0.5,
+        agreement={"top1": 0.9, "kl": 0.0456, "n": 9}, effect__n_acted=3, effect__n=4,
+    )
+    heads, row = ([x.text for x in cells] for cells in (HEAD, list_row(entry)))
+    shown = slice(heads.index("stored"), heads.index("run"))
+    assert dict(zip(heads[shown], row[shown], strict=True)) == {
+        "stored": "10.0%", "conversation": "15.0%", "bytes/token": "77", "read": "40.0%", "distinct": "20.0%",
+        "strict": "0.125", "cut": "12.5%", "per token": "12.3 ms", "first token": "500.0 ms", "top-1": "0.900",
+        "KL, nats": "0.0456", "effect in": "3 of 4",
+    }
+
+
 def test_tables_are_escaped_and_sort_by_number():
     """One cell per row is its head; sort keys are kept."""
     head, row = [TableCell("a", kind="pick"), TableCell("b")], [TableCell("<b>"), TableCell("1 %", 0.01)]
