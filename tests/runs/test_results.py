@@ -14,12 +14,12 @@ from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
-from kvbench.registry import find_method
+from kvbench.registry import find_method, find_task
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.runs.journal import CacheBytes, Effect, Line
+from kvbench.runs.journal import CacheBytes, Effect, Line, LosslessLine
 from kvbench.runs.results import Result
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.runs.summary import summarize_bytes, summarize_effect
+from kvbench.runs.summary import _latency, _lossless, score_lines, summarize_bytes, summarize_effect
 
 SAMPLES, TURNS = 3, 2
 
@@ -199,6 +199,67 @@ def test_a_turn_without_a_decode_step_has_no_reads():
     unread = summarize_bytes([none], "float32", forks=False)
     assert unread is not None
     assert unread.read_bytes_per_step == 0
+
+
+def test_bytes_of_every_tier_are_in_the_total():
+    """Of two contexts with 50 and 20 of 100 bytes on the device, 10 on the host and 5 in a file each."""
+    lines = [sized(0, 0, 50, 80, 100), sized(1, 0, 20, 80, 100)]
+    moved = {"host_bytes": 10, "file_bytes": 5}
+    found = summarize_bytes(
+        [x.model_copy(update={"bytes": x.bytes.model_copy(update=moved)}) for x in lines if x.bytes], "float32",
+        forks=False,
+    )
+    assert found is not None
+    assert (found.ratio, found.ratio_total, found.bytes_per_token) == (0.35, 0.5, 3.5)
+
+
+def timed(
+    index: int, turn: int, seconds: float, steps: int, first: float, prefill: float | None, compress: float | None
+) -> Line:
+    """A turn whose answer took these seconds and steps after its first token."""
+    return line(index, turn, times={
+        "prefill_s": prefill, "compress_s": compress, "ttft_s": first, "decode_s": seconds, "steps": steps,
+    })
+
+
+TIMED = [
+    timed(0, 0, 2.0, 10, 0.4, 0.3, 0.125), timed(0, 1, 3.0, 30, 0.05, None, None),
+    timed(1, 0, 0.0, 0, 0.6, 0.5, 0.25), timed(2, 0, 0.5, 10, 0.5, 0.4, 0.25),
+]
+"""0.2, 0.1, no and 0.05 seconds per token; the second answer needed no prefill."""
+
+
+def test_times_are_medians_over_answers():
+    """To the first token over first turns, which wait for the prefill; tokens per second over all answers together."""
+    found = _latency(TIMED)
+    assert (found.prefill_s, found.compress_s, found.ttft_s) == (0.4, 0.25, 0.5)
+    assert (found.tpot_s, found.p50, found.n) == (0.1, 0.1, 3)
+    assert found.p95 == pytest.approx(0.1 + 0.9 * 0.1)  # between the second and the third of three
+    assert found.tokens_per_s == pytest.approx(50 / 5.5)
+
+
+def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_method():
+    """Over answers with times; and every answer's first token comes without a round."""
+    drafts = {"rounds": 4, "drafted": 20, "accepted": 15, "reloaded_bytes": 100, "different": 0, "plain_s": 3.0}
+    lines = [x.model_copy(update={"bytes": sized(0, 0, 50, 80, 100).bytes, "ids": tuple(range(9))}) for x in TIMED[:2]]
+    found = _lossless([x.model_copy(update={"lossless": LosslessLine(**drafts)}) for x in lines])
+    assert found is not None
+    assert found.speedup == pytest.approx(6 / 5)
+    assert (found.acceptance, found.accepted_per_round, found.tokens_per_round) == (0.75, 3.75, 2.0)
+    assert found.reloaded_bytes_per_token == 200 / 16
+
+
+def test_a_score_is_the_mean_over_questions():
+    """Three right answers about one context, and a wrong one about another; a failed sample leaves a partial mean."""
+    metric = find_task("niah")().scorers[0]
+    scores = {(0, 0): 1.0, (0, 1): 1.0, (0, 2): 1.0, (1, 0): 0.0}
+    lines = [line(*key, score=x) for key, x in scores.items()]
+    found = score_lines(metric, lines, lambda x: x.score)
+    assert (found.mean, found.partial_mean, [(x.mean, x.n) for x in found.by_turn]) == (
+        0.75, 0.75, [(0.5, 2), (1.0, 1), (1.0, 1)]
+    )
+    failed = score_lines(metric, [*lines, line(2, 0, score=None, error="MemoryError: out")], lambda x: x.score)
+    assert (failed.mean, failed.partial_mean, failed.ci95) == (None, 0.75, None)
 
 
 def test_facts_add_up_over_samples_and_distinct_codes_do_not():
