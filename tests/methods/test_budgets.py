@@ -8,13 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbench.errors import UserError
+from kvbench.budget import solve
+from kvbench.errors import MOST, UserError
 from kvbench.method import Budget, LayerShape, Shape
+from kvbench.methods.allocation.prefixkv import PrefixKV
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
+from kvbench.methods.retrieval.retroinfer import RetroInfer
 
 
 def shape_of(length, window=None):
@@ -50,6 +53,11 @@ def test_shares_survive_being_written_down(percent):
     assert math.isclose(Budget.parse(str(budget)).value, budget.value, rel_tol=1e-11)
 
 
+def test_spaces_around_a_budget_do_not_matter():
+    """Of every kind."""
+    assert [str(Budget.parse(f" {x} ")) for x in ("25%", "1024", "paper")] == ["25%", "1024", "paper"]
+
+
 @pytest.mark.slow
 @given(text=st.one_of(st.text(max_size=8), st.from_regex(r"-?[0-9.]{1,6}(e[0-9]{1,3})?%?", fullmatch=True)))
 @example("1E10")  # above what is allowed
@@ -67,7 +75,7 @@ def test_any_text_is_a_budget_or_an_error_that_says_what_is_allowed(text):
     ("text", "reason"),
     [("0", "above 0"), ("0%", "above 0"), ("-5", "above 0"), ("-1%", "above 0"), ("nan", "above 0"),
      ("inf%", "above 0"), ("101%", "above 100%"), ("0.5", "whole number"), ("", "not a number"), ("%", "not a number"),
-     ("a lot", "not a number"), ("25%%", "not a number")],
+     ("a lot", "not a number"), ("25%%", "not a number"), (str(MOST + 1), f"{MOST:,} or less")],
 )
 def test_the_message_says_what_is_wrong(text, reason):
     """Each kind of wrong budget has its own reason."""
@@ -89,6 +97,16 @@ def test_a_share_gives_its_entries_or_is_refused(length, percent, method):
         assert (fitted.rows, fitted.length) == (rows if percent < 100 else None, length)
         assert fitted.settings == method.settings
         assert fitted.identity(shape_of(length)) == (percent == 100 or rows >= length)
+
+
+@pytest.mark.parametrize(("method", "least"), [
+    (PrefixKV(first=2, last=5), 8), (RetroInfer(sinks=4, recent=64), 69),
+], ids=lambda x: x.card.name if hasattr(x, "card") else "")
+def test_what_always_stays_leaves_room_for_a_choice(method, least):
+    """The first and last entries alone would be the same for every context."""
+    assert method.fit(Budget("rows", least), shape_of(100)).rows == least
+    with pytest.raises(UserError, match=f"needs at least {least} with its settings"):
+        method.fit(Budget("rows", least - 1), shape_of(100))
 
 
 @given(length=st.integers(1, 3000), window=st.integers(1, 400), rows=st.integers(1, 4000))
@@ -132,3 +150,8 @@ def test_a_budget_for_everything_is_refused():
 def test_the_default_is_a_quarter():
     """Without a budget a method keeps 25 %."""
     assert H2O().fit(None, shape_of(1000)).rows == 250
+
+
+def test_a_search_takes_the_last_setting_within_the_budget():
+    """One that needs exactly the budget is within it; where all need more, there is none."""
+    assert [solve(lambda x: 10 * x, most, [1, 2, 3, 4]) for most in (9, 10, 29, 30, 99)] == [None, 1, 2, 3, 4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +23,16 @@ from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.tova import TOVA
 from kvbench.registry import find_method
-from kvbench.selection import best_by_head, group_mean, mark_best, pool_scores, protect_last, top_entries
+from kvbench.selection import (
+    best_by_head,
+    group_mean,
+    mark_best,
+    pool_before,
+    pool_scores,
+    protect_first,
+    protect_last,
+    top_entries,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +51,12 @@ def test_a_maximum_does_not_see_the_padding():
 def test_nothing_is_pooled_to_nothing():
     """Where all entries are in the window there is none to smooth."""
     assert pool_scores(torch.empty(1, 2, 0), 7, "max").shape == (1, 2, 0)
+
+
+@pytest.mark.parametrize("entries", [1, 20, 32])
+def test_entries_that_are_all_in_the_window_are_all_protected(entries):
+    """A context and its questions may be shorter than the window."""
+    assert pool_before(torch.zeros(1, 2, entries), 32, 7, "max").isinf().all()
 
 
 @given(scores=st.lists(st.integers(0, 3), min_size=1, max_size=12), data=st.data())
@@ -119,6 +136,12 @@ def test_protection_covers_the_last_entries(rows, length):
     found = protect_last(scores, rows)[0, 0].tolist()
     assert found == [i if i < length - rows else torch.inf for i in range(length)]
     assert scores.isfinite().all()
+
+
+def test_protection_covers_the_first_tokens_that_are_still_stored():
+    """Tokens 0 and 2 of the first three; token 1 was dropped, and its place is no other's."""
+    kv = SimpleNamespace(logical_positions=lambda: torch.tensor([0, 2, 3, 5]).expand(1, 1, -1))
+    assert protect_first(torch.zeros(1, 1, 4), kv, 3).isinf().tolist() == [[[True, True, False, False]]]
 
 
 @pytest.mark.parametrize("method", [H2O(), TOVA()], ids=["h2o", "tova"])
