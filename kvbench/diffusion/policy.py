@@ -73,6 +73,15 @@ class Policy(Method):
         """STORAGE: an empty store for one layer of a sequence of `length` positions."""
         return PositionKV(length)
 
+    def check_model(self, model: Model) -> None:
+        """Refuse a model whose prompts attend to themselves only (`UserError`), unless the policy runs on it."""
+        assert model.masking is not None, "a diffusion model"
+        if model.masking.attention == "prefix" and not self.prefixed:
+            raise UserError(
+                f"{self.card.name} computes prompts that attend to the answer, and {model.id} is trained with "
+                "prompts that do not. Use `none` or `lavida`."
+            )
+
     def check(self, sampling: Sampling, answer: int) -> None:
         """APPLICABILITY: raise a UserError for settings of the run that the policy does not support."""
 
@@ -138,12 +147,8 @@ class Denoising:
     ) -> None:
         assert model.masking is not None, "a diffusion model"
         sampling.check(answer)
+        method.check_model(model)
         method.check(sampling, answer)
-        if model.masking.attention == "prefix" and not method.prefixed:
-            raise UserError(
-                f"{method.card.name} computes prompts that attend to the answer, and {model.id} is trained with "
-                "prompts that do not. Use `none` or `lavida`."
-            )
         self.model, self.method, self.sampling = model, method, sampling
         self.masking = model.masking
         self.blocks = Blocks(model.module)

@@ -43,17 +43,18 @@ def plan_turn(job: Job, turn: Turn) -> tuple[int, Sampling]:
     """Length of a turn's response block and its sampling settings.
 
     Raises:
-        UserError: the turn has choices, or the settings do not fit the answer or the method.
+        UserError: the turn has choices, or the settings do not fit the answer or the method, or the method the model.
     """
     if turn.choices:
         raise UserError(
             f"{job.spec.task.name} compares choices by log-probability, which a diffusion model does not have. "
             "Use an autoregressive model."
         )
-    asked = job.spec.generation.denoising
+    asked, policy = job.spec.generation.denoising, cast("Policy", job.method)
     assert asked is not None, "runs of diffusion models have these settings"
+    policy.check_model(job.model)
     length, sampling = plan_sampling(asked, cap_new_tokens(turn.max_new_tokens, job.spec.generation))
-    cast("Policy", job.method).check(sampling, length)
+    policy.check(sampling, length)
     return length, sampling
 
 

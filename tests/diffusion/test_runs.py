@@ -212,6 +212,8 @@ REFUSED = [
     ("fast-ddrive", "--set scaffold={9}", "the scaffold has 9 tokens, and the answer 8. Use a shorter scaffold"),
     ("dkv-cache-decode", "--set first=0", "dkv-cache-decode: first must be 1 or more, got 0"),
     ("dkv-cache-decode", "--set shift=right", "shift must be one of un, un_right, got right"),
+    ("dkv-cache-decode", "--model mini-diffusion-prefix --task kv-short --length 300",
+     "dkv-cache-decode computes prompts that attend to the answer, and mini-diffusion-prefix is trained with prompts"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
     ("full", "", "is a diffusion model. See `kvbench list methods`; to run without a cache method use"),
     ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4",
