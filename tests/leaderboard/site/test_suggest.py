@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvbench.analysis.load import find_runs, load_run
 from kvbench.report.group import Axis
 from kvbench.report.suggest import Guide, group_protocols
-from kvbench.report.suggestion import Question, describe_lead, describe_standing
+from kvbench.report.suggestion import Question, Suggestion, Technique, describe_lead, describe_standing
 from kvbench.runs.results import TASKS
 from kvbench.task import Mode
 
@@ -225,6 +226,24 @@ def test_lower_scores_lead_where_lower_is_better(results):
     results.add("a", "good", method="kvzip", edit=lower)
     results.add("b", "poor", edit=lower)
     assert places(ask(results)) == {"snapkv": (1, False, 1), "kvzip": (None, False, 0)}
+
+
+@pytest.mark.parametrize(("best", "others", "shown"), [(1, 0, 1), (1, 5, 3), (5, 5, 5), (9, 0, 8)])
+def test_all_that_share_the_first_place_are_shown_up_to_eight(best, others, shown):
+    """And at least three."""
+    places = [1] * best + [None] * others
+    techniques = [Technique(str(i), "m", (), place, tied=best > 1) for i, place in enumerate(places)]
+    answer = Suggestion(Question("mini", Mode.SINGLE, Axis.STORED, 0.25), (), tuple(techniques), ())
+    assert [x.label for x in answer.shown] == [str(i) for i in range(shown)]
+
+
+def test_a_technique_is_known_since_the_day_of_its_last_run():
+    """Before, its place rests on fewer protocols; unknown where the day of a run is."""
+    def known(*days):
+        return Technique("a", "a", tuple(SimpleNamespace(since=x) for x in days), None, tied=False).since
+
+    assert known("2026-02-01", "2026-10-03", "2026-03-02") == "2026-10-03"
+    assert known("2026-02-01", None) is None
 
 
 def test_failed_runs_are_never_suggested(full):
