@@ -430,8 +430,9 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     assert "with 2 workers" in again.out
     (sample_lines.parent / "result.json").unlink()
     sample_lines.write_text("".join(sample_lines.read_text().splitlines(keepends=True)[:1]))
-    last = kvbench("sweep", sweep(f'{LAST_GRID}budget = "10%"\n'), "--dry-run", "--share-prefill", "--json")
-    assert last.json[0]["missing"] == 3
+    last = kvbench("sweep", sweep(f'{LAST_GRID}budget = ["10%", "25%"]\n'), "--dry-run", "--share-prefill", "--json")
+    assert [x["missing"] for x in last.json] == [3, 4]
+    assert 4 * last.json[0]["predicted_s"] == pytest.approx(3 * last.json[1]["predicted_s"])
     assert "each method with its own prefill" in last.out
 
 
