@@ -270,6 +270,18 @@ def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path, metho
     assert found[1] - found[0] == 4 * (2 * later * shape.full_bytes // shape.length + copied)
 
 
+def test_the_bytes_of_a_batch_are_those_of_two_full_caches_and_of_its_answers(model_folder, tmp_path):
+    """By hand, in full caches of a context: two contexts are kept to a quarter, and what follows is half as long.
+
+    Each of the three answers about a context has the entries that follow, and a copy of them.
+    """
+    options = {"method": "random", "mode": "multi-request", "turns": 3, "batch": "6"}
+    job = prepare(make_request(model_folder, tmp_path, **options))
+    shape = job.model.shape(160)
+    fitted = job.method.fit(job.budget, shape)
+    assert predict_bytes(6, job.spec, fitted, shape, 240) == (2 + 2 * (0.25 + 0.5 + 3 * 2 * 0.5)) * shape.full_bytes
+
+
 @pytest.mark.parametrize("method", [InstInfer(), ShadowKV()])
 def test_bytes_that_a_fork_copies_are_those_that_its_method_declares(method):
     """Entries are shared; keys by channel, and slots with their numbers, are not."""

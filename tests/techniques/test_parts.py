@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,6 +23,25 @@ def test_a_file_that_was_written_again_is_read_again(tmp_path):
         found = [find_part(Locret(weights=str(path)), model, dict, "not trained") for _ in range(2)]
         assert found[0] == found[1]
         assert get_part(found[0]).weights["x"].equal(torch.ones(count))
+
+
+def test_a_part_is_trained_once_for_a_model_and_its_element_type():
+    """Of the same settings: another element type gives other weights."""
+    calls = []
+
+    def train():
+        calls.append(1)
+        return {"x": torch.ones(3)}
+
+    for dtype in ("float32", "bfloat16", "float32"):
+        find_part(Locret(), SimpleNamespace(id="m", sha256="0", dtype=dtype), train, "of a test")
+    assert len(calls) == 2
+
+
+def test_weights_of_other_names_or_shapes_are_other_weights():
+    """The same numbers in another order of channels compute something else."""
+    made = [make_part({name: torch.ones(shape)}, "") for name, shape in (("x", (2, 1)), ("y", (2, 1)), ("x", (1, 2)))]
+    assert len({x.sha256 for x in made}) == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"weights": "file"}], ids=["shipped", "file"])

@@ -49,3 +49,20 @@ def test_a_stopped_training_continues_from_its_checkpoint(script, tmp_path):
     assert again.done == 25
     found = train(again)
     assert all(torch.equal(found[name], x) for name, x in wanted.items())
+
+
+def test_gradients_are_bounded_before_they_are_used():
+    """Bounded to nothing, they change no weight."""
+    part = nn.Linear(4, 1)
+    before = {name: x.clone() for name, x in part.state_dict().items()}
+
+    def clip(parameters):
+        for x in parameters:
+            x.grad.zero_()
+
+    def measure(step):
+        loss = part(torch.ones(2, 4)).square().mean()
+        return loss, loss.detach()
+
+    found = train_part(part, torch.optim.SGD(part.parameters()), 2, lambda step: 0.1, measure, clip)
+    assert all(torch.equal(found[name], x) for name, x in before.items())
