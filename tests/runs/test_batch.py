@@ -17,7 +17,7 @@ from kvbench.method import Budget
 from kvbench.methods.retrieval.instinfer import InstInfer
 from kvbench.methods.retrieval.shadowkv import ShadowKV
 from kvbench.runs import batch as batching
-from kvbench.runs.batch import divide_batch, predict_bytes
+from kvbench.runs.batch import count_different, divide_batch, predict_bytes
 from kvbench.runs.examples import make_examples
 from kvbench.runs.files import read_lines
 from kvbench.runs.lines import SampleFailedError, fail
@@ -25,6 +25,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
 from kvbench.store.entries import storage_bytes
+from kvbench.task import Mode
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 CHANGED = {"times": None, "batch": None, "started": "", "seconds": 0.0, "agreement": None}
@@ -133,6 +134,24 @@ def test_a_batch_changes_no_line(model_folder, tmp_path, mode, batch):
     assert other.latency.untimed == f"answers were decoded in batches of up to {other.batch.size}"
     assert all(x.times is None for x in full)
     assert (other.latency.n, other.latency.ttft_s) == (0, None)
+
+
+@pytest.mark.parametrize(("mode", "history", "batch", "found"), [
+    ("single", "reference", 6, (6, 1)), ("multi-request", "reference", 6, (2, 3)),
+    ("multi-turn", "reference", 6, (2, 3)), ("multi-turn", "own", 6, (6, 1)),  # each question waits for an answer
+    ("multi-request", "reference", 2, (1, 2)), ("multi-request", "reference", 8, (2, 3)),
+])
+def test_a_batch_takes_the_questions_of_a_context_first(mode, history, batch, found):
+    """Contexts at a time, and questions about each of three."""
+    spec = SimpleNamespace(mode=Mode(mode), history=history, turns=1 if mode == "single" else 3)
+    assert divide_batch(batch, spec) == found
+
+
+def test_tokens_differ_where_only_one_answer_has_them():
+    """Of three and two tokens the second differs, and the third has no other; an answer may have no counterpart."""
+    first, second, third = (SimpleNamespace(ids=x) for x in ((1, 2, 3), (1, 9), (4,)))
+    assert count_different([first], [second]) == (3, 2)
+    assert count_different([first, third], [first]) == (4, 1)
 
 
 def test_batch_1_is_a_plain_run(model_folder, tmp_path):

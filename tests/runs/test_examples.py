@@ -69,8 +69,8 @@ def test_a_kept_example_is_the_example(name, mini, cache, monkeypatch, tmp_path)
     assert list(make_examples(job, range(2))) == first
 
 
-def test_what_changes_an_example_is_another_file(toy, cache):
-    """Another seed, split, length, number of turns or setting does not find earlier examples."""
+def test_what_changes_an_example_is_another_file(toy, cache, monkeypatch):
+    """Another seed, split, length, number of turns or setting does not find earlier examples; another scorer does."""
     job = toy()
     list(make_examples(job, [0]))
     spec = job.spec
@@ -92,6 +92,14 @@ def test_what_changes_an_example_is_another_file(toy, cache):
     tokenizer.chat_template = "other"
     list(make_examples(replace(job, model=replace(job.model, tokenizer=tokenizer)), [0]))
     assert len(kept(cache)) == before + 2
+    same = spec.task.model_copy(update={"scorer": "other", "stop": (1,)})
+    list(make_examples(replace(job, spec=spec.model_copy(update={"task": same})), [0]))
+    assert len(kept(cache)) == before + 2
+    for place in ("platform.python_version", "find_version"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvbench.runs.examples.{place}", lambda *_: "other")
+            list(make_examples(job, [0]))
+    assert len(kept(cache)) == before + 4
 
 
 @pytest.mark.slow
