@@ -175,7 +175,7 @@ def assert_same_lines(shared, alone):
     )),
 ], ids=str)
 def test_cells_share_the_prefills_that_are_the_same(options, shared):
-    """Cells share them although their methods differ, and never where the entries or their number would differ."""
+    """Methods, their settings and scorers share them; a change of the entries or of the prompt does not."""
     first = Request(method="snapkv", task="niah", budget="25%")
     cells = [SweepCell(i, "", x, {}) for i, x in enumerate((first, replace(first, **options)))]
     assert group_cells(cells, 1, share=True) == ([cells] if shared else [[x] for x in cells])
