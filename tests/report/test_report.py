@@ -272,6 +272,12 @@ def test_a_chart_has_its_anchors_and_leaves_failures_out(groups):
     assert draw_cost(entries[:1], COSTS[0]) is None
 
 
+def test_labels_of_a_chart_do_not_overlap():
+    """The first of two points that are near in both directions has one; on the right it stands left of its point."""
+    a, near, below, left = ({"cost": x, "score": y} for x, y in ((1.0, 0.9), (0.95, 0.88), (0.95, 0.5), (0.5, 0.88)))
+    assert charts._name([a, near, below, left], [a, near, below, left]) == {"names": [left], "far": [a, below]}
+
+
 def test_a_point_without_an_interval_shows_none(groups):
     """A graded score that does not vary has none; one of no width would be read as certainty."""
     entries = max(groups, key=len)
