@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from math import isfinite
+from math import fsum, isfinite
 
 import torch
 from torch import Tensor
@@ -73,10 +73,10 @@ def choose_passes(
         if logits is None:
             logits = yield from force_answer_passes(talk, choice, counts=True)
         tokens = torch.tensor(choice, device=logits.device)
-        logprobs.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist())
+        found = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
+        logprobs.append([round(x, 5) for x in found])  # as recorded, so that a verification finds the same choice
     talk.answer_ended = now(job.model.device)
     if not all(isfinite(x) for choice in logprobs for x in choice):
         raise ValueError("a choice has log-probabilities that are not finite")
-    best = max(range(len(logprobs)), key=lambda i: sum(logprobs[i]))
-    facts: dict[str, object] = {"logprobs": [[round(x, 5) for x in choice] for choice in logprobs]}
-    return Reply(turn.choices[best], ids.choices[best], "choice", 0, facts)
+    best = max(range(len(logprobs)), key=lambda i: fsum(logprobs[i]))
+    return Reply(turn.choices[best], ids.choices[best], "choice", 0, {"logprobs": logprobs})

@@ -105,6 +105,18 @@ def test_the_choice_with_the_greatest_log_probability_wins(toys, plain, model_fo
     assert len({x.prediction for x in lines if x.facts["kind"] == "choice"}) > 1
 
 
+def test_the_choice_is_made_by_the_log_probabilities_that_are_recorded():
+    """The second is more likely by 2e-6, which five digits do not show: a verification takes the first, too."""
+    logits = {(0,): torch.tensor([[0.0, 1e-6]]), (1,): torch.tensor([[-1e-6, 1e-6]])}
+    talk = SimpleNamespace(resume=lambda: None)
+    job = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    turn, ids = SimpleNamespace(choices=("a", "b")), SimpleNamespace(choices=((0,), (1,)))
+    with pytest.raises(StopIteration) as ended:
+        next(reply.choose_passes(job, talk, turn, ids, logits))
+    found = ended.value.value
+    assert (found.text, found.ids, found.facts["logprobs"]) == ("a", (0,), [[-0.69315], [-0.69315]])
+
+
 def test_no_tokens_are_generated_for_choices(toys):
     """No tokens, no steps, no time per token; the reason is `choice`."""
     answer, lines, _ = toys("Mixed")
