@@ -128,9 +128,7 @@ def _attend(
     # Every query sees an entry, unless a mask or an infinite bias hides all.
     shift = lse if mask is None and bias is None else lse.masked_fill(lse == -torch.inf, 0.0)
     weights = torch.exp(logits - shift[..., None])
-    return weights.to(values.dtype).float() @ values.float() if values.dtype == torch.float32 else (
-        weights.to(values.dtype) @ values
-    ).float(), lse
+    return (weights.to(values.dtype) @ values).float(), lse
 
 
 def _flash_takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -152,7 +152,7 @@ def _report(
     for path, record in found if write else ():
         earlier = read_record(path)
         write_record(path / VERIFICATION, seal(record))
-        if earlier is not None and earlier.level is not None and (record.level is None or record.level < earlier.level):
+        if earlier is not None and (record.level or "") < (earlier.level or ""):
             say(
                 f"warning: {path / VERIFICATION} had level {earlier.level} and has {record.level or 'none'} now. "
                 "`kvbench leaderboard rerun` verifies above L0."

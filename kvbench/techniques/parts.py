@@ -59,10 +59,11 @@ class TrainedPart:
 _FOUND: dict[str, TrainedPart] = {}
 _HASHES: dict[tuple[str, str, str, str], str] = {}
 """Of the parts found in this process, by method, file or settings, model and element type."""
-_MODULES: dict[str, nn.Module] = {}
-"""Modules with a part's weights, by their hash, each for the last model that was bound."""
-_FITTING: dict[str, str] = {}
-"""The hash of that model, by the hash of the weights: the authors' files do not say which model they are for."""
+_MODULES: dict[str, tuple[str, nn.Module]] = {}
+"""By the hash of a part's weights: the hash of the last model that was bound, and the module for it with the weights.
+
+The authors' files do not say which model they are for, so every other model is checked.
+"""
 
 
 def find_part(
@@ -132,19 +133,19 @@ def load_module(method: str, model: Model, sha256: str, make: Callable[[], nn.Mo
     Raises:
         UserError: the weights have other names or shapes.
     """
-    if _FITTING.get(sha256) == model.sha256 and next(_MODULES[sha256].parameters()).device == model.device:
+    fitting, held = _MODULES.get(sha256, ("", None))
+    if held is not None and fitting == model.sha256 and next(held.parameters()).device == model.device:
         return
     part, module = get_part(sha256), make()
     check_shapes(method, model, part, {name: tuple(x.shape) for name, x in module.state_dict().items()})
     module.load_state_dict(dict(part.weights))
-    _MODULES[sha256] = module.to(model.device).requires_grad_(requires_grad=False)
-    _FITTING[sha256] = model.sha256
+    _MODULES[sha256] = model.sha256, module.to(model.device).requires_grad_(requires_grad=False)
 
 
 def get_module(sha256: str | None, kind: type[M]) -> M:
     """The module that was loaded with the weights under this hash, which has this type."""
     assert sha256 is not None
-    module = _MODULES[sha256]
+    _, module = _MODULES[sha256]
     assert isinstance(module, kind)
     return module
 
