@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.log import say
+from kvbench.log import count, say
 from kvbench.method import Method, Moment
 
 if TYPE_CHECKING:
@@ -72,19 +72,20 @@ def calibration_ids(model: Model, tokens: int) -> Tensor:
     """
     from pydoc_data.topics import topics  # half a megabyte of prose, read only when it is needed
 
-    count = min(tokens, model.max_length)
+    wanted = min(tokens, model.max_length)
     if tokens < LEAST_TOKENS:
         raise UserError(f"tokens={tokens} is too few to calibrate on. Use --set tokens={LEAST_TOKENS} or more.")
-    if count < LEAST_TOKENS:
+    if wanted < LEAST_TOKENS:
         raise UserError(
             f"{model.id} takes {model.max_length} positions, too few to calibrate a method on {tokens} tokens of text. "
             "Use a method without calibration."
         )
-    text = "\n".join(topics[name] for name in sorted(topics))[: 16 * count]
-    ids = model.tokenizer(text, add_special_tokens=False, truncation=True, max_length=count).input_ids
-    if len(ids) < count:
-        say(f"the tokenizer of {model.id} makes {len(ids)} tokens of the manual: random tokens are used instead.")
+    text = "\n".join(topics[name] for name in sorted(topics))[: 16 * wanted]
+    ids = model.tokenizer(text, add_special_tokens=False, truncation=True, max_length=wanted).input_ids
+    if len(ids) < wanted:
+        say(f"the tokenizer of {model.id} makes {count(len(ids), 'token')} of the manual: random tokens are used "
+            "instead.")
         vocabulary = model.module.get_input_embeddings().weight
         assert isinstance(vocabulary, Tensor)
-        ids = torch.randint(vocabulary.shape[0], (count,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(vocabulary.shape[0], (wanted,), generator=torch.Generator().manual_seed(0)).tolist()
     return torch.tensor([ids], device=model.device)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from kvbench.check import INVARIANTS, POLICY_INVARIANTS, NotApplicableError
-from kvbench.check.trial import require_same_entries
+from kvbench.check.trial import LENGTH, require_same_entries
 from kvbench.hf.tiny import placed, tiny_model
 from kvbench.kernels.pack import dequantize, quantize
+from kvbench.method import Moment
+from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.quantization.full_int8 import FullInt8
 from kvbench.methods.quantization.kivi import Kivi
 from kvbench.methods.quantization.packed import GROUP
@@ -53,6 +55,21 @@ def test_few_other_entries_are_allowed():
         require_same_entries(three, kept, "chunks")
     with placed("cpu", torch.float32), pytest.raises(AssertionError):
         require_same_entries(one, kept, "")
+
+
+class ForgetsOne(SnapKV):
+    """A planted fault: the first decode step removes one entry, forced tokens remove none."""
+
+    def attend(self, kv, step):
+        if step.moment is Moment.DECODE and step.seen == LENGTH + 6:
+            kv.keep(torch.arange(1, kv.n).expand(*kv.keys.shape[:2], -1))
+        return super().attend(kv, step)
+
+
+def test_one_entry_less_is_found():
+    """Other entries move logits by more than rounding does."""
+    with pytest.raises(AssertionError, match=r"logits differ by [1-9]"):
+        INVARIANTS["forced tokens equal decode steps"](ForgetsOne())
 
 
 class FittedOnce(SplitCoder):
