@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+FILE_MODULE = "kvbench_file_"
+"""Prefix of the module names of files that are given by their paths."""
 FILE = re.compile(r"\w\.[A-Za-z]{2,4}$")
 """Names that end like a file name."""
 MOST = 2**31 - 1
@@ -47,6 +49,24 @@ class DeviceLostError(UserError):
     """The CUDA context is unusable by this process: what is finished is saved, and the same command continues."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type's name, without a full stop, to be quoted in a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type, the first line of its message, and the line of a user's file that it came from."""
+    message = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {message}{find_own_line(error)}"
+
+
+def find_own_line(error: BaseException) -> str:
+    """The name and line of the user's file that raised, or called other code that did: ` (mine.py, line 7)`; or ``."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    own = ((x, n) for x, n in frames if x.f_globals.get("__name__", "").startswith(FILE_MODULE))
+    return next((f" ({Path(x.f_code.co_filename).name}, line {n})" for x, n in own), "")
 
 
 def find_line(error: BaseException, file: str | None) -> int | None:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from kvbench.constraints import setting_types
 from kvbench.custom.task import read_task
-from kvbench.errors import UserError, find_line, suggest_file, unknown
+from kvbench.errors import FILE_MODULE, UserError, find_line, suggest_file, unknown
 from kvbench.method import Method
 from kvbench.task import Scorer, Task
 from kvbench.toml import explain_all
@@ -33,8 +33,6 @@ from kvbench.toml import explain_all
 HERE = Path(__file__).parent
 MODELS = HERE / "models"
 ARCHITECTURES = MODELS / "random"
-FILE_MODULE = "kvbench_file_"
-"""Prefix of the module names of files that are given by their paths."""
 Kind = Literal["method", "task"]
 BASES: dict[Kind, type] = {"method": Method, "task": Task}
 MARKS: dict[Kind, str] = {"method": "card", "task": "name"}

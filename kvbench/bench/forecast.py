@@ -253,6 +253,8 @@ def make_forecast(
     outline = predict_memory(model, dtype, length)
     if outline.kind == "diffusion":
         raise UserError(f"{model} is a diffusion model, whose caches last for one answer only: nothing to plan.")
+    if length > outline.max_length:
+        say(f"{model} takes {outline.max_length:,} positions: `kvbench run` refuses {length:,} tokens.")
     card = GPUS[gpu]
     needs = {}
     for name, x in make_methods(methods, settings or {}, model, outline.kind).items():

@@ -14,7 +14,7 @@ import torch
 from kvbench.bench.decode import WrongStepError
 from kvbench.bench.records import Outcome
 from kvbench.bench.references import WrongKernelError
-from kvbench.errors import UserError
+from kvbench.errors import UserError, describe_error, first_line
 from kvbench.log import say
 from kvbench.machine import is_device_lost
 
@@ -39,14 +39,16 @@ def attempt(make: Callable[[], T]) -> T | Failure:
     try:
         return make()
     except (UserError, NotImplementedError) as error:
-        failure = Failure("refused", _first_line(error))
+        failure = Failure("refused", first_line(error))
     except Exception as error:  # noqa: BLE001  # a third-party method may raise anything
         if is_out_of_memory(error):
-            failure = Failure("out of memory", _first_line(error))
+            failure = Failure("out of memory", first_line(error))
         else:
+            reason = first_line(error)
             if not isinstance(error, EXPLAINED):
                 say(traceback.format_exc())
-            failure = Failure("failed", _first_line(error), device_lost=is_device_lost())
+                reason = describe_error(error)
+            failure = Failure("failed", reason, device_lost=is_device_lost())
     gc.collect()  # outside the except block, whose traceback would keep the call's tensors alive
     if torch.cuda.is_available() and not failure.device_lost:
         free_device_memory()
@@ -66,7 +68,3 @@ def free_device_memory() -> None:
         torch.cuda.empty_cache()
     with suppress(RuntimeError, AttributeError):  # an internal function of torch
         torch._C._host_emptyCache()  # noqa: SLF001
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.bench.records import Median, Speedup
+from kvbench.errors import first_line
 from kvbench.log import say
 
 Call = Callable[[], None]
@@ -110,7 +111,7 @@ def capture(call: Call, device: torch.device) -> tuple[Call, str | None]:
             call()
     except RuntimeError as error:
         torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         if pool is not None:
             _leave_capture(device, pool)
             say(f"a CUDA graph capture failed: {reason}")

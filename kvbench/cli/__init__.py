@@ -38,7 +38,7 @@ from kvbench.cli import (
 )
 from kvbench.cli.output import echo
 from kvbench.collector import collect_rarely
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, describe_error, find_own_line, unknown
 from kvbench.log import say
 
 # Newer versions of typer contain their own click; its base exception is reached through a class that typer exports.
@@ -135,6 +135,15 @@ def call(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 1 failure with a printed reason, 2 bad input, 3 GPU lost, 130 interrupted.
     """
+    try:
+        return _run(arguments)
+    except Exception as error:
+        if not find_own_line(error):
+            raise
+        return _stop(f"{describe_error(error)}. Correct the file; `kvbench check` of it tries every invariant.", 2)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         code = _command().main(list(arguments), prog_name="kvbench", standalone_mode=False)
     except UserError as error:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvbench.engine.encoding import StoreReader, StoreWriter, list_modules
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.runs.spec import Record
 from kvbench.store.sealed import UnsealedError, read_sealed, write_sealed
 
@@ -112,8 +112,9 @@ def read_session(path: Path, model: Model, method: Method, make: type[S]) -> S:
     except UserError:
         raise
     except Exception as error:  # whatever a forged file makes fail
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{path} is no session that kvbench saved: {reason}. Prefill the context again.") from error
+        raise UserError(
+            f"{path} is no session that kvbench saved: {first_line(error)}. Prefill the context again."
+        ) from error
     return session
 
 

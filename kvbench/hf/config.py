@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers import logging as transformers_logging
 
 from kvbench import machine
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, first_line, unknown
 from kvbench.hf.masked import native_config
 
 AUTO = "auto"
@@ -121,6 +121,3 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message without its full stop, to be quoted in a sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from kvbench import registry
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, first_line, unknown
 from kvbench.machine import cache_folder
 from kvbench.models.sources import find_added, list_added, refuse_missing
 from kvbench.registry import list_architectures, list_models
@@ -123,7 +123,7 @@ def _fetch(source: str, *, weights: bool) -> Path:
             "with 'hf auth login'."
         ) from error
     except Exception as error:  # noqa: BLE001  # offline: the hub's clients raise many classes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except Exception as error:  # as above

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from kvbench.errors import UserError
-from kvbench.hf.config import first_line, quiet
+from kvbench.errors import UserError, first_line
+from kvbench.hf.config import quiet
 from kvbench.hf.load import load_model
 from kvbench.machine import load_extra
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvbench.budget import LayerShape, Shape
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.hf.adapter import Forward, embedding_device, is_attached, list_attentions, run_model
 from kvbench.hf.config import (
     AUTO,
     check_dtype,
     choose_dtype,
-    first_line,
     own_dtype,
     quiet,
     read_config,

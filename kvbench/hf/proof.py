@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.budget import LayerShape
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.hf.adapter import Forward, attached, embedding_device, keeps_logits, run_model
 from kvbench.hf.masked import prove_blocks
 from kvbench.hf.rope import Rope, max_length, prove_ropes, rope_types
@@ -181,8 +181,7 @@ def _refusing(name: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{name} cannot run through kvbench's attention: {reason}") from error
+        raise UserError(f"{name} cannot run through kvbench's attention: {first_line(error)}") from error
 
 
 def catch_steps(module: PreTrainedModel, position: int = 0, ropes: Sequence[Rope] = ()) -> list[Step]:

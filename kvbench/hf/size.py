@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.budget import LayerShape, Shape
-from kvbench.errors import UserError
-from kvbench.hf.config import check_dtype, choose_dtype, first_line, quiet, read_config, read_document
+from kvbench.errors import UserError, first_line
+from kvbench.hf.config import check_dtype, choose_dtype, quiet, read_config, read_document
 from kvbench.hf.find import find_folder
 from kvbench.hf.masked import read_masking
 from kvbench.hf.proof import layer_shapes, refuse_config

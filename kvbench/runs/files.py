@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.log import say
 from kvbench.runs.journal import Answer, Line
 from kvbench.runs.schema import SCHEMA_VERSION, exceeds, upgrade
@@ -188,7 +188,7 @@ def _reason(error: Exception) -> str:
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kvbench.errors import DeviceLostError, UserError
+from kvbench.errors import DeviceLostError, UserError, describe_error
 from kvbench.machine import is_device_lost
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
@@ -24,14 +24,13 @@ def fail(
     example: Example, index: int, turn: int, error: Exception, prompt_hash: str, started: str, seconds: float
 ) -> Line:
     """The journal line of a turn that raised."""
-    first = (str(error).strip() or "no message").splitlines()[0]
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    message = str(error).splitlines()[0] if isinstance(error, UserError) else describe_error(error)
     return Line(
         sample=example.id, index=index, turn=turn, turns=len(example.turns), prompt_hash=prompt_hash, prediction=None,
         ids=(), question=example.turns[turn].question, references=example.turns[turn].references, score=None, scores={},
         tokens=None, stop_reason=None,
         times=None, bytes=None, effect=None, agreement=None, facts=turn_facts(example, turn), started=started,
-        seconds=seconds, error=f"{kind}{first}",
+        seconds=seconds, error=message,
     )
 
 

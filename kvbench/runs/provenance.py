@@ -16,8 +16,8 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from kvbench.errors import FILE_MODULE
 from kvbench.method import Method
-from kvbench.registry import FILE_MODULE
 from kvbench.runs.spec import Sources
 from kvbench.task import Task
 

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvbench.errors import DeviceLostError, InterruptionError, UserError
+from kvbench.errors import DeviceLostError, InterruptionError, UserError, describe_error
 from kvbench.log import labeling, say
 from kvbench.runs.job import Job
 from kvbench.runs.options import Request
@@ -209,14 +209,9 @@ def _run_steps(
         return CellReport(cell, "failed", str(error), None if job is None else job.folder)
     except Exception as error:  # noqa: BLE001  # a bug in a method or task must not stop the other cells
         say(traceback.format_exc())
-        return CellReport(cell, "failed", describe(error), None if job is None else job.folder)
+        return CellReport(cell, "failed", describe_error(error), None if job is None else job.folder)
     result = outcome.result
     return CellReport(cell, result.status, result.error, outcome.folder, outcome.existing, result)
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one line."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _wait_for(folder: Path) -> None:

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import DeviceLostError, UserError, unknown
+from kvbench.errors import DeviceLostError, UserError, describe_error, unknown
 from kvbench.log import say
-from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, describe, group_cells, run_group
+from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, group_cells, run_group
 from kvbench.sweep.gpu import count_beside, gives_times
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def connected(address: str | None) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
     except Exception as error:
         raise UserError(
-            f"Ray at '{address}' cannot be used: {describe(error).rstrip('.')}. Check it with `ray status`; a cluster "
-            "with token authentication needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too."
+            f"Ray at '{address}' cannot be used: {describe_error(error).rstrip('.')}. Check it with `ray status`; a "
+            "cluster with token authentication needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too."
         ) from error
     try:
         yield
@@ -182,7 +182,7 @@ def _collect(reference: Any, group: Sequence[SweepCell]) -> list[CellReport] | N
     try:
         reports: list[CellReport] = ray.get(reference)
     except ray.exceptions.RayError as error:
-        reason = f"lost {RETRIES + 1} times: {describe(error)}"
+        reason = f"lost {RETRIES + 1} times: {describe_error(error)}"
         if len(group) > 1:
             say(f"{len(group)} cells that shared prefills were {reason}. Each is run alone.")
             return None

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvbench.constraints import setting_fields
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -181,8 +181,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is no readable safetensors file: {reason}. Check the path.") from error
+        raise UserError(f"{path} is no readable safetensors file: {first_line(error)}. Check the path.") from error
 
 
 def read_part(path: Path, method: str, model: Model) -> TrainedPart:

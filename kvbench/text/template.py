@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # noqa: TID251  # its type
@@ -61,10 +61,9 @@ class Frame:
                     tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, date_string=DATE)
                 )
             except Exception as error:  # a template can raise anything
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UserError(
-                    f"the model's chat template cannot be rendered: {reason}. Use --template none, or correct the "
-                    "template in its tokenizer_config.json or chat_template.jinja."
+                    f"the model's chat template cannot be rendered: {first_line(error)}. Use --template none, or "
+                    "correct the template in its tokenizer_config.json or chat_template.jinja."
                 ) from error
 
         head, _, tail = render(user).partition(user)

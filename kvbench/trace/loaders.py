@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, first_line, unknown
 from kvbench.trace.requests import PrefixTree, Trace, TraceRequest
 
 MOST_BYTES = 1 << 30
@@ -136,7 +136,7 @@ def _json_lines(path: Path, data: bytes) -> Iterator[_Line]:
         try:
             record = json.loads(part)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({str(error).splitlines()[0]}). Is the file cut off?") from None
+            raise UserError(f"{where}: not JSON ({first_line(error)}). Is the file cut off?") from None
         if not isinstance(record, dict):
             raise UserError(f"{where}: must be an object, got {_shown(record)}.")
         yield _Line(where, record)

@@ -103,13 +103,13 @@ def read_capacity(text: str, trace: Trace) -> float:
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
-        raise UserError(f"capacity '{text}' is not a number. {allowed}") from None
-    check_number("capacity", value, 0)  # refuses NaN and infinity too
+        raise UserError(f"--blocks '{text}' is not a number. {allowed}") from None
+    check_number("--blocks", value, 0)  # refuses NaN and infinity too
     blocks = int(len(trace.parents) * value / 100) if text.endswith("%") else value
     if blocks != int(blocks):
-        raise UserError(f"capacity '{text}' must be a whole number of blocks. {allowed}")
+        raise UserError(f"--blocks '{text}' must be a whole number of blocks. {allowed}")
     if blocks < 1:
-        raise UserError(f"capacity '{text}' is less than one block of this trace. {allowed}")
+        raise UserError(f"--blocks '{text}' is less than one block of this trace. {allowed}")
     return float(blocks)
 
 

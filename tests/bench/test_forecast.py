@@ -260,3 +260,12 @@ def test_passes_of_a_round(name, passes):
     shape = predict_memory("random:llama-3.1-8b", length=4096).shape
     method = find_method(name)()
     assert method.fit(read_budget("25%", method), shape).round(shape).passes == passes
+
+
+def test_a_length_beyond_the_models_positions_is_named(capsys):
+    """The numbers are right, but no run of that length is possible."""
+    make_forecast("random:llama-3.1-8b", ["kivi"], gpu="h200", length=131_072, batch=1)
+    assert not capsys.readouterr().err
+    make_forecast("random:llama-3.1-8b", ["kivi"], gpu="h200", length=131_073, batch=1)
+    said = "random:llama-3.1-8b takes 131,072 positions: `kvbench run` refuses 131,073 tokens.\n"
+    assert capsys.readouterr().err == said

@@ -225,7 +225,7 @@ def test_a_choice_with_nan_probability_fails_its_sample(toys, monkeypatch):
 def test_a_method_that_fails_on_choices_is_no_zero(toys):
     """As where tokens are generated."""
     answer, lines, _ = toys("Mixed", "--set", "fails_at=1", method=LAST)
-    assert [x.error for x in lines] == [None, "MemoryError: out of memory", None, None]
+    assert [x.error for x in lines] == [None, "MemoryError: out of memory (toy.py, line 102)", None, None]
     assert answer.json["score"]["mean"] is None and answer.json["score"]["partial_mean"] is not None
 
 

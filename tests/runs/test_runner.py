@@ -271,7 +271,9 @@ def test_a_method_that_does_nothing_fails_its_run(kvbench, arguments):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("kind", "error"), [("memory", "MemoryError: out of memory"), ("bug", "ValueError: a bug")])
+@pytest.mark.parametrize(("kind", "error"), [
+    ("memory", "MemoryError: out of memory (toy.py, line 102)"), ("bug", "ValueError: a bug (toy.py, line 102)"),
+])
 def test_a_failed_sample_is_not_a_zero(kvbench, arguments, tmp_path, kind, error):
     """The run goes on, its mean is null, and the traceback is kept."""
     answer = kvbench(*arguments, "--method", LAST, "--set", "fails_at=1", "--set", f"kind={kind}")

@@ -295,7 +295,8 @@ def test_no_method_takes_a_recording_that_it_was_not_compared_with(model_folder,
         monkeypatch.setattr(sharing.SharedPrefill, "_room", lambda *_: 1)
     found = []
     for share in (False, True):
-        path = tmp_path / f"faulty{share}.py"  # each loaded anew
+        path = tmp_path / str(share) / "faulty.py"  # each loaded anew
+        path.parent.mkdir()
         path.write_text(FAULTY)
         cells = make_cells([f"{path}:{name}", "knorm"], tmp_path / str(share), model_folder)
         found.append(list(run_cells(cells, share=share).values()))
@@ -318,7 +319,7 @@ def test_a_line_of_the_log_has_its_cell_s_name(model_folder, tmp_path, capsys):
     (tmp_path / "faulty.py").write_text(FAULTY)
     method = f"{tmp_path}/faulty.py:RaisingOnce"
     run_cells(make_cells(["knorm", method], tmp_path, model_folder), share=True)
-    assert f"{method}: sample 0 failed: ValueError: once" in capsys.readouterr().err
+    assert f"{method}: sample 0 failed: ValueError: once (faulty.py, line 35)" in capsys.readouterr().err
 
 
 def test_one_context_is_no_plural(model_folder, tmp_path):

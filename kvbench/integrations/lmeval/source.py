@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.machine import load_extra
 
@@ -39,10 +39,9 @@ def load_task(where: str) -> Any:
     try:
         (found,) = manager.load([where])["tasks"].values()
     except Exception as error:  # from YAML, the task's code or the hub's client
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"task '{PREFIX}{where}' cannot be loaded: {first}. If its data set is on the hub, download it once with "
-            "a network."
+            f"task '{PREFIX}{where}' cannot be loaded: {first_line(error)}. If its data set is on the hub, "
+            "download it once with a network."
         ) from error
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.source import PREFIX, hash_doc, load_docs, load_task, mean_metrics, refuse_task
 from kvbench.log import count
@@ -161,7 +161,7 @@ class LmEvalTask(Task):
         try:
             task.build_all_requests(limit=n)
         except Exception as error:  # from lm_eval, or the task's templates and code
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            reason = first_line(error)
             shots = (
                 f" with {count(self.shots, 'few-shot example')}, for which it has "
                 f"{count(len(task.fewshot_docs()), 'document')}" if self.shots else ""

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, ForeignKey, create_engine, event, mak
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 
 BUSY_S = 30
 """Seconds that a writer waits for another writer of a SQLite database."""
@@ -110,7 +110,7 @@ class Database:
                 "as postgresql+psycopg://user@host/name."
             ) from error
         except SQLAlchemyError as error:
-            reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+            reason = first_line(getattr(error, "orig", None) or error)
             raise UserError(
                 f"--db cannot be opened: {reason}. Give a URL such as sqlite:///leaderboard.db or "
                 "postgresql+psycopg://user@host/name."

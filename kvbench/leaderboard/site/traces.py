@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from kvbench.errors import first_line
 from kvbench.leaderboard.site.charts import LEFT, LINE, RIGHT, STYLES, TOP, Curve, Point, spread
 from kvbench.runs.spec import Record
 
@@ -85,7 +86,7 @@ def read_traces(results: Path) -> Traces:
         try:
             tables.append(TraceTable.model_validate_json(path.read_bytes()))
         except (OSError, ValidationError) as error:
-            problems.append(f"{path.name} is not what `kvbench trace run --json` prints: {str(error).splitlines()[0]}")
+            problems.append(f"{path.name} is not what `kvbench trace run --json` prints: {first_line(error)}")
     names = sorted({x.policy for table in tables for x in table.rows})
     return Traces(tuple(draw_trace(x, names) for x in tables), tuple(problems))
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.leaderboard.submission.archive import read_files, write_folder, write_tar
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.submission.records import Manifest
@@ -87,9 +87,8 @@ def send_to_hub(files: Mapping[str, bytes], manifest: Manifest, repository: str)
             create_pr=True,
         )
     except Exception as error:  # the hub's client raises many types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         hint = "If it asks for a login, run 'hf auth login'."
-        raise DeliveryError(f"the hub did not accept it for {repository}: {reason}. {hint}") from error
+        raise DeliveryError(f"the hub did not accept it for {repository}: {first_line(error)}. {hint}") from error
     return str(done.pr_url)
 
 

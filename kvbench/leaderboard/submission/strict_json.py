@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from kvbench.errors import first_line
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.schema import exceeds, upgrade
 
@@ -49,7 +50,7 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
     except RecursionError as error:
         raise RefusedError("schema", f"{what}: nested deeper than {MAX_DEPTH}") from error
     except ValueError as error:  # from UTF-8, JSON and our own checks
-        raise RefusedError("schema", f"{what}: {str(error).splitlines()[0]}") from error
+        raise RefusedError("schema", f"{what}: {first_line(error)}") from error
 
 
 def check_containers(data: bytes, what: str) -> None:
