@@ -65,8 +65,9 @@ class DenseKV:
         return entries
 
     def _view(self, name: str) -> Tensor:
-        assert self._buffer is not None, "the layer holds no entries yet"
-        entries = self._buffer.tensors[name]
+        buffer = self._buffer
+        assert buffer is not None, "the layer holds no entries yet"
+        entries = buffer.tensors[name]
         return entries if self.length is not None else entries[:, :, : self.n]
 
     def get_entry_state(self, name: str) -> Tensor:
