@@ -21,7 +21,7 @@ class TokenCounts(Record):
     """Tokens of the question that were run after compression, in this turn."""
     generated: int
     reference: int | None = None
-    """Tokens of the reference answer. None: a file of before this field."""
+    """Tokens of the reference answer. None: a file older than this field."""
 
 
 class Times(Record):
@@ -61,7 +61,7 @@ class CacheBytes(Record):
     end_stored_bytes: int | None = None
     """Bytes that hold the conversation at the end of the turn, without spare bytes and `host_bytes`.
 
-    None here and below: a diffusion model, or a file of before these fields.
+    None here and below: a diffusion model, or a file older than these fields.
     """
     end_full_bytes: int | None = None
     """Bytes of the full cache of the same conversation."""
@@ -98,7 +98,7 @@ class Effect(Record):
     maxima: tuple[str, ...] = ("distinct_codes", "distinct_key_codes", "distinct_value_codes")
     """Facts whose totals are maxima; the others are sums. The default is for files that lack this field."""
     restarts: tuple[str, ...] = ()
-    """Facts that every fork counts from 0. Files of before this field name none."""
+    """Facts that every fork counts from 0. Files older than this field name none."""
 
 
 def add_forks(turns: Sequence[Effect]) -> Effect:
@@ -250,7 +250,7 @@ class Line(Record):
     prediction: str | None
     ids: tuple[int, ...]
     question: str | None = None
-    """Without the separator before it. None: a file of before this field."""
+    """Without the separator before it. None: a file older than this field."""
     references: tuple[str, ...]
     score: float | None
     scores: dict[str, float]

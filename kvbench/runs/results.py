@@ -75,7 +75,7 @@ class MemoryResult(CacheBytes):
     bytes_per_token: float
     """Stored bytes per token of context."""
     full_16bit_bytes: int | None = None
-    """Bytes of the full cache in 16 bits, whatever type it was computed in; None: a file of before this field."""
+    """Bytes of the full cache in 16 bits, whatever type it was computed in; None: a file older than this field."""
 
 
 class Latency(Record):
@@ -183,7 +183,7 @@ class Output(Record):
     truncated: int = 0
     """Samples whose prompts were cut in the middle; their fact `cut_tokens` has the number of tokens."""
     reference_tokens: float | None = None
-    """Mean tokens of a reference answer under the model's tokenizer; None: a file of before this field."""
+    """Mean tokens of a reference answer under the model's tokenizer; None: a file older than this field."""
 
 
 class EffectResult(Record):

@@ -165,7 +165,7 @@ class RunSpec(Record):
     weights_sha256: str | None = None
     """Of the weights in the file that the method's setting `weights` names; None: it names none."""
     bound: dict[str, str] | None = None
-    """Values that the method resolved on the model, long ones as hashes. None: a file of before this field."""
+    """Values that the method resolved on the model, long ones as hashes. None: a file older than this field."""
 
     @property
     def run_id(self) -> str:
