@@ -255,7 +255,7 @@ class CodedKV(LayerKV):
         return super().spare_bytes() + sum(x.spare_bytes() for x in self.recent.values())
 
     def fork(self) -> LayerKV:
-        """A copy that may go on by itself: codes are shared, exact entries that wait for a block are copied."""
+        """An independent copy: codes are shared, exact entries that wait for a block are copied."""
         other = super().fork()
         assert isinstance(other, CodedKV)
         other.recent = {name: x.fork() for name, x in self.recent.items()}

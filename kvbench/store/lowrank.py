@@ -223,7 +223,7 @@ class LowRankKV(SelectiveKV):
         return other
 
     def close(self) -> None:
-        """Give the entries back."""
+        """Free the entries."""
         super().close()
         self._chunks = self._slots = None
 

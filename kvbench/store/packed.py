@@ -150,7 +150,7 @@ class PackedBlock:
         return [x for x in (self.keys, self.values, self.where) if x is not None]
 
     def fork(self) -> PackedBlock:
-        """The same entries, for one who goes on by itself: codes are shared, the residual is copied."""
+        """An independent copy: codes are shared, the residual is copied."""
         other = copy.copy(self)
         other.keys, other.values = self.keys.fork(), self.values.fork()
         other.last_keys, other.last_values = self.last_keys.fork(), self.last_values.fork()
@@ -158,7 +158,7 @@ class PackedBlock:
         return other
 
     def close(self) -> None:
-        """Give the entries back."""
+        """Free the entries."""
         for block in self._blocks():
             block.close()
 
@@ -240,14 +240,14 @@ class PackedKV(LayerKV):
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def fork(self) -> LayerKV:
-        """A copy that may go on by itself."""
+        """An independent copy: codes are shared."""
         other = super().fork()
         assert isinstance(other, PackedKV)
         other.packed = None if self.packed is None else self.packed.fork()
         return other
 
     def close(self) -> None:
-        """Give the entries back."""
+        """Free the entries."""
         super().close()
         if self.packed is not None:
             self.packed.close()

@@ -196,7 +196,7 @@ class PagedKV(SelectiveKV):
         return {**super().facts(), **distinct}
 
     def close(self) -> None:
-        """Give the entries back, and the bounds."""
+        """Free the entries and the bounds."""
         super().close()
         if self._bounds is not None:
             self._bounds.close()

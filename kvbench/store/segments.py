@@ -134,7 +134,7 @@ class SegmentedKV(LayerKV):
         return merge_partials(parts, step.sinks).to(step.query.dtype), joint_lse(parts, step.sinks)
 
     def close(self) -> None:
-        """Give segments and tail back."""
+        """Free segments and tail."""
         super().close()
         self.segments = []
 

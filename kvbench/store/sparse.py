@@ -121,7 +121,7 @@ class SparseKV(LayerKV):
         return other
 
     def close(self) -> None:
-        """Give the entries back."""
+        """Free the entries."""
         super().close()
         if self.sparse is not None:
             self.sparse.close()

@@ -213,7 +213,7 @@ class TieredKV(LayerKV):
             self.demoted.reserve(tokens)
 
     def fork(self) -> LayerKV:
-        """A copy that may go on by itself: slots are copied, codes shared."""
+        """An independent copy: slots are copied, codes are shared."""
         other = super().fork()
         assert isinstance(other, TieredKV)
         if self.demoted is not None:
@@ -221,7 +221,7 @@ class TieredKV(LayerKV):
         return other
 
     def close(self) -> None:
-        """Give the entries of both tiers back."""
+        """Free the entries of both tiers."""
         super().close()
         if self.demoted is not None:
             self.demoted.close()
