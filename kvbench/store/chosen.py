@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -91,11 +91,7 @@ class ChosenKV(SelectiveKV):
         count = step.query.shape[2]
         parts = []
         for t in range(count):
-            token = replace(
-                step, query=step.query[:, :, t : t + 1], key=step.key[:, :, t : t + 1],
-                value=step.value[:, :, t : t + 1], positions=step.positions[:, t : t + 1],
-                ids=None if step.ids is None else step.ids[:, t : t + 1], seen=step.seen - count + t + 1,
-            )
+            token = step.part(slice(t, t + 1), seen=step.seen - count + t + 1, moment=step.moment)
             self.reads.update({"queries": 1, "seen": token.seen})
             parts.append(read(token, self.total - count + t + 1))
         whole = Partial(torch.cat([x.output for x in parts], dim=2), torch.cat([x.lse for x in parts], dim=2))
