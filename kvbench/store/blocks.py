@@ -6,7 +6,7 @@ import copy
 
 from torch import Tensor
 
-from kvbench.store.entries import Buffer, storage_bytes
+from kvbench.store.entries import Buffer, storage_bytes, unused_bytes
 
 
 class AppendedBlock:
@@ -70,8 +70,7 @@ class AppendedBlock:
 
     def spare_bytes(self) -> int:
         """Bytes that hold no entry yet."""
-        size = storage_bytes(self.tensors())
-        return size - size * self.n // self._buffer.capacity if self._buffer.capacity else 0
+        return unused_bytes(storage_bytes(self.tensors()), self.n, self._buffer.capacity)
 
 
 class Residual:
@@ -118,5 +117,4 @@ class Residual:
 
     def spare_bytes(self) -> int:
         """Bytes that hold no entry."""
-        size = self.block.untyped_storage().nbytes()
-        return size - size * self.n // self.block.shape[2] if self.block.shape[2] else 0
+        return unused_bytes(storage_bytes([self.block]), self.n, self.block.shape[2])

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.errors import UserError
 from kvbench.kernels.column_sums import column_sums
 from kvbench.step import Step
-from kvbench.store.entries import Buffer, last_entries, storage_bytes
+from kvbench.store.entries import Buffer, last_entries, storage_bytes, unused_bytes
 
 
 @dataclass
@@ -199,5 +199,4 @@ class DenseKV:
         """Bytes of the dense block that hold no entry yet."""
         if self._buffer is None:
             return 0
-        held = storage_bytes(self._buffer.tensors.values())
-        return held - held * self.n // self._buffer.capacity if self._buffer.capacity else 0
+        return unused_bytes(storage_bytes(self._buffer.tensors.values()), self.n, self._buffer.capacity)

@@ -17,6 +17,11 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def unused_bytes(size: int, entries: int, capacity: int) -> int:
+    """Bytes of a block of `size` bytes that hold none of its entries yet. capacity: entries that it has room for."""
+    return size - size * entries // capacity if capacity else 0
+
+
 class Reader(Protocol):
     """A store that reads entries of a buffer."""
 
