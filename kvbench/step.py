@@ -94,6 +94,10 @@ class Step:
     shared: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that earlier layers of this pass left for later ones, where the method does (`Method.shares_layers`)."""
 
+    def cap(self, logits: Tensor) -> Tensor:
+        """Scaled logits under the layer's soft cap, if it has one."""
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
     def part(self, tokens: slice, *, seen: int, moment: Moment) -> Step:
         """This step for some of its new tokens. seen: tokens so far with the last of them."""
         return replace(

@@ -102,8 +102,7 @@ class PromptKV(LayerKV):
             grouped = step.query[:, some, queries].unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
             logits = float_products(grouped, keys).unflatten(2, (group, -1)).flatten(1, 2)  # [B, h, s, T]
             logits.mul_(step.scale)
-            if step.softcap is not None:
-                logits = step.softcap * torch.tanh(logits / step.softcap)
+            logits = step.cap(logits)
             logits.masked_fill_(entries > queries[:, None], -torch.inf)
             if step.sinks is not None:
                 column = step.sinks[some].float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

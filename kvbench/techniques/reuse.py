@@ -114,8 +114,7 @@ def attention_rows(step: Step, keys: Tensor, places: Tensor | None, rows: slice)
     else:  # 16 bits would round large logits; by KV head, so that no float32 copy of all keys exists
         logits = torch.cat([q[None].float() @ k[None].float().mT for q, k in zip(query, keys[0], strict=True)])
         logits *= step.scale
-    if step.softcap is not None:
-        logits = step.softcap * torch.tanh(logits / step.softcap)
+    logits = step.cap(logits)
     if places is not None:
         later = torch.arange(keys.shape[2], device=keys.device) > places[rows, None]
         logits = logits.masked_fill(later, -torch.inf)

@@ -263,8 +263,7 @@ class EpisodePass(Method):
         for start in range(0, count, size):
             some = queries[:, :, :, start : start + size]
             logits = float_products(some.flatten(2, 3), keys).unflatten(2, some.shape[2:4]) * step.scale
-            if step.softcap is not None:
-                logits = step.softcap * torch.tanh(logits / step.softcap)
+            logits = step.cap(logits)
             if step.window is not None:
                 at = torch.arange(step.seen - count, step.seen, device=keys.device)[start : start + size]
                 seen = at[:, None] - positions[..., None, :] < step.window  # [B, H_kv, t, n] or [t, n]

@@ -97,8 +97,7 @@ class Keyformer(RollingMethod):
             stop = min(start + size, count)
             some, high = queries[:, :, :, start:stop], before + stop
             logits = float_products(some.flatten(2, 3), keys[:, :, :high]).unflatten(2, some.shape[2:4]) * step.scale
-            if step.softcap is not None:
-                logits = step.softcap * torch.tanh(logits / step.softcap)
+            logits = step.cap(logits)
             positions = kv.positions[:, :, :high]
             first = step.seen - count + start
             mask = visible_entries(before + start, stop - start, high, step.window, positions, first, keys.device)

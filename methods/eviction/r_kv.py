@@ -94,9 +94,7 @@ class RKV(PeriodicMethod):
         """Mean attention of the last queries to the entries before them, largest logit of the group. [B, H_kv, n]"""
         count = min(self.window, step.seen)
         queries = kv.state["queries"][:, :, -count:].unflatten(1, (kv.keys.shape[1], -1))  # [B, H_kv, G, w, D]
-        logits = float_products(queries, kv.keys[:, :, None]).amax(2) * step.scale  # [B, H_kv, w, n]
-        if step.softcap is not None:
-            logits = step.softcap * torch.tanh(logits / step.softcap)
+        logits = step.cap(float_products(queries, kv.keys[:, :, None]).amax(2) * step.scale)  # [B, H_kv, w, n]
         weights: Tensor = logits.masked_fill(recent[:, :, None], -torch.inf).softmax(-1).nan_to_num()
         return weights.mean(2)
 

@@ -96,9 +96,7 @@ def look_back(kv: LayerKV, step: Step, period: int, first: int) -> tuple[Tensor,
     for start in range(max(0, first + period - before), count, size):
         stop = min(start + size, count)
         query = step.query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [B, H_kv, G, t, D]
-        logits = float_products(query, keys[:, :, None]) * step.scale
-        if step.softcap is not None:
-            logits = step.softcap * torch.tanh(logits / step.softcap)
+        logits = step.cap(float_products(query, keys[:, :, None]) * step.scale)
         mask = visible_entries(before + start - gone, stop - start, n_key, step.window, None, 0, keys.device)
         logits = logits.masked_fill(~mask, -torch.inf)
         total = logits.logsumexp(-1)

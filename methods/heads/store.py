@@ -93,9 +93,7 @@ class StreamingKV(LayerKV):
         query = step.query.float().unflatten(1, (self.keys.shape[1], -1))  # [B, H_kv, G, T, D]
         count = torch.full((), self.merged, device=query.device) if self.counts is None else self.counts[1]
         key, value = (self.state[name][:, :, None] / count for name in ("key_sum", "value_sum"))
-        logits = (query * key).sum(-1) * step.scale
-        if step.softcap is not None:
-            logits = step.softcap * torch.tanh(logits / step.softcap)
+        logits = step.cap((query * key).sum(-1) * step.scale)
         if step.window is not None:  # the conversation may be longer than the window even if the context is not
             gone = step.positions[:, None, None] + 1 - step.window - self._sinks  # [B, 1, 1, T]
             count = (count - gone.clamp_min(0)).clamp_min(0)

@@ -114,5 +114,4 @@ class S2O(SparsePrefillMethod):
 
     def logits(self, query: Tensor, key: Tensor, step: Step) -> Tensor:
         """Scaled products. query: [h, s, D]. key: [h, n, D]. Returns [h, s, n] float32"""
-        logits = query.float() @ key.float().mT * step.scale
-        return logits if step.softcap is None else step.softcap * torch.tanh(logits / step.softcap)
+        return step.cap(query.float() @ key.float().mT * step.scale)

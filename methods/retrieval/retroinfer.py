@@ -93,9 +93,7 @@ class RetroInfer(ClusterMethod):
         places = shares.masked_fill(left == 0, -1).topk(count, dim=-1).indices  # [B, H_kv, Z]
         counts = left.gather(-1, places).float()[:, :, None].log()  # -inf: nothing is left of it
         zone = logits.gather(-1, places[:, :, None].expand(-1, -1, logits.shape[2], -1))
-        if step.softcap is not None:  # as in the attention that the estimate is merged with
-            zone = step.softcap * torch.tanh(zone / step.softcap)
-        zone = zone + counts
+        zone = step.cap(zone) + counts  # as in the attention that the estimate is merged with
         values = kv.scan(kv.index["values"].gather(2, places[..., None].expand(-1, -1, -1, kv.values.shape[3])))
         lse = zone.logsumexp(-1)
         weights = (zone - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvbench.hf.rope import NO_ROPE
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.block_attention import block_attention
 from kvbench.kernels.column_sums import column_maxima, column_squares, column_sums
@@ -16,6 +17,7 @@ from kvbench.kernels.window_scores import window_scores
 from kvbench.methods.eviction.retaining import find_targets
 from kvbench.methods.prefill.patterns import last_attention
 from kvbench.methods.retrieval.shadowkv import select_chunks
+from kvbench.step import Moment, Step
 from kvbench.techniques.reuse import attention_rows
 
 TOKENS, WIDTH = 96, 32
@@ -25,13 +27,12 @@ PLACES = torch.cat([torch.arange(40), torch.arange(60, TOKENS)])
 BLOCKS = torch.ones(1, 4, 3, 3, dtype=torch.bool)
 
 
-class Told:
-    """A step, as far as `find_targets` and `attention_rows` read it."""
-
-    scale, softcap = SCALE, None
-
-    def __init__(self, query, key):
-        self.query, self.key = query, key
+def make_step(query, key):
+    """A step of these tensors."""
+    return Step(
+        layer=0, moment=Moment.CONTEXT_END, positions=torch.arange(TOKENS)[None], seen=TOKENS, query=query, key=key,
+        value=key, scale=SCALE, window=None, softcap=None, sinks=None, causal=True, rope=NO_ROPE,
+    )
 
 
 SCORES = {
@@ -48,9 +49,9 @@ SCORES = {
         q[:, :, :1].expand(-1, -1, TOKENS, -1), k, scale=SCALE, seen=TOKENS
     ),
     "page_scores": lambda q, k: page_scores(q, page_bounds(k, 4)).softmax(-1),
-    "attention_rows": lambda q, k: attention_rows(Told(q, k), k, None, slice(-8, None)),
+    "attention_rows": lambda q, k: attention_rows(make_step(q, k), k, None, slice(-8, None)),
     "last_attention": lambda q, k: last_attention(q[0, 0], k[0, 0], 8, SCALE),
-    "find_targets": lambda q, k: find_targets(Told(q, k), 60).softmax(0),
+    "find_targets": lambda q, k: find_targets(make_step(q, k), 60).softmax(0),
     "select_chunks": lambda q, k: select_chunks(q[:, :, -1:], k, SCALE, 8).float(),
 }
 OUTPUTS = {

@@ -9,9 +9,11 @@ import torch
 
 from kvbench.engine.reuse import Reuse
 from kvbench.engine.session import Session
+from kvbench.hf.rope import NO_ROPE
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.reuse.concat_aligned import ConcatAligned
 from kvbench.methods.reuse.epic import Epic
+from kvbench.step import Moment, Step
 from kvbench.store.chunks import ChunkStore
 from kvbench.techniques.reuse import attention_rows, find_source
 from tests.methods.reuse import ALONE, PARTS, TAIL
@@ -67,7 +69,10 @@ def test_attention_weights_are_those_of_the_model(softcap):
     """With its scale, its soft cap, its groups of heads, and no entry after a token's own place."""
     generator = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(1, x, n, 8, generator=generator) for x, n in ((4, 3), (2, 6)))
-    step = SimpleNamespace(query=query, scale=0.7, softcap=softcap)
+    step = Step(
+        layer=0, moment=Moment.CONTEXT_END, positions=torch.arange(3)[None], seen=6, query=query, key=keys, value=keys,
+        scale=0.7, window=None, softcap=softcap, sinks=None, causal=True, rope=NO_ROPE,
+    )
     found = attention_rows(step, keys, torch.tensor([1, 4, 5]), slice(1, None))
     assert found.shape == (4, 2, 6)
     for head in range(4):
