@@ -176,7 +176,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
     answers = [x for x, _ in made]
     seconds = sum(x for _, x in made)
     passes, computed = sum(x.nfe for x in answers), sum(x.computed_tokens * x.nfe for x in answers)
-    alone = describe_mixed(find_machines(lines)) is None
+    timed = _are_timed(lines)
     baselines = {}
     for name in answers[0].baselines:
         found = [x.baselines[name] for x in answers if name in x.baselines]
@@ -185,7 +185,7 @@ def _diffusion(job: Job, lines: Sequence[Line]) -> DiffusionResult | None:
         scores, took = [x.score for x in found if x.score is not None], sum(x.seconds for x in found)
         baselines[name] = BaselineResult(
             mean=fmean(scores) if scores else None,
-            tokens_per_s=sum(x.committed_tokens for x in found) / took if alone else None,
+            tokens_per_s=sum(x.committed_tokens for x in found) / took if timed else None,
             speedup=took / seconds, nfe=fmean(x.nfe for x in found),
             same_tokens=fmean(x.same_tokens for x in found),
         )
@@ -285,6 +285,11 @@ def _describe_untimed(lines: Sequence[Line]) -> str | None:
     return f"answers were decoded in batches of up to {found.size}"
 
 
+def _are_timed(lines: Sequence[Line]) -> bool:
+    """Whether the result has times: the samples ran on one machine, one at a time, each with its own prefill."""
+    return describe_mixed(find_machines(lines)) is None and _describe_untimed(lines) is None
+
+
 def _lossless(lines: Sequence[Line]) -> LosslessResult | None:
     """Sums over answers, and their ratios."""
     answers = [(x, x.lossless) for x in lines if x.lossless is not None]
@@ -294,8 +299,7 @@ def _lossless(lines: Sequence[Line]) -> LosslessResult | None:
     rounds, drafted, accepted = (sum(getattr(x, name) for x in found) for name in ("rounds", "drafted", "accepted"))
     tokens = sum(len(x.ids) for x, _ in answers)
     later = max(1, tokens - len(answers))
-    alone = describe_mixed(find_machines(lines)) is None and _describe_untimed(lines) is None
-    seconds = sum(x.times.decode_s for x, _ in answers if x.times is not None) if alone else 0.0
+    seconds = sum(x.times.decode_s for x, _ in answers if x.times is not None) if _are_timed(lines) else 0.0
     stored = {x.index: x.bytes.stored_bytes for x, _ in answers if x.bytes is not None}
     return LosslessResult(
         accepted_per_round=accepted / max(1, rounds), tokens_per_round=(tokens - len(answers)) / max(1, rounds),
@@ -313,16 +317,16 @@ def _reuse(lines: Sequence[Line]) -> ReuseResult | None:
     if not found:
         return None
     tokens = sum(x.tokens for x in found)
-    alone = describe_mixed(find_machines(lines)) is None and _describe_untimed(lines) is None
-    timed = [(x.times.ttft_s, x.reuse.build_s) for x in lines if alone and x.times is not None and x.reuse is not None]
+    times = [(x.times.ttft_s, x.reuse.build_s) for x in lines if x.times is not None and x.reuse is not None]
+    times = times if _are_timed(lines) else []
     return ReuseResult(
         computed_share=sum(x.computed for x in found) / tokens, reused_share=sum(x.reused for x in found) / tokens,
         hits=sum(x.hits for x in found), misses=sum(x.misses for x in found),
         mismatched=sum(x.mismatched for x in found), refused=sum(x.refused for x in found),
         loaded=sum(x.loaded for x in found), chunk_bytes=round(fmean(x.chunk_bytes for x in found)),
         moved_bytes=round(fmean(x.moved_bytes for x in found)),
-        ttft_in_hand_s=_middle([whole - build for whole, build in timed]),
-        build_s=_middle([build for _, build in timed]),
+        ttft_in_hand_s=_middle([whole - build for whole, build in times]),
+        build_s=_middle([build for _, build in times]),
     )
 
 
