@@ -69,9 +69,10 @@ class StoreWriter:
                 self.tensors.append(value.detach().cpu().clone(memory_format=torch.contiguous_format))
                 self._found[id(value)] = value, reference
             else:
-                self._found[id(value)] = value, {"object": len(self.objects)}
-                self.objects.append(None)
-                self.objects[self._found[id(value)][1]["object"]] = self._encode_object(value)
+                number = len(self.objects)
+                self._found[id(value)] = value, {"object": number}
+                self.objects.append(None)  # its place: objects that it refers to come after it
+                self.objects[number] = self._encode_object(value)
         return self._found[id(value)][1]
 
     def _locate(self, device: torch.device) -> str:
