@@ -216,18 +216,25 @@ class Method:
         found = {x.name: getattr(self, x.name) for x in fields(self) if x.metadata.get("resolved")}
         return {name: value for name, value in found.items() if value is not None}
 
+    def check_budget(self, budget: Budget | None) -> None:
+        """Refuse a budget that no model and length could give a meaning (`UserError`)."""
+        name = self.card.name
+        if self.budget_kind in (BudgetKind.NONE, BudgetKind.PROMPT) and budget not in (None, Budget("fraction", 1.0)):
+            raise UserError(
+                f"{name} takes no budget, got {budget}. Leave --budget out; in a sweep, give it a [[grid]] of its own."
+            )
+        if budget is not None and budget.kind == "paper" and self.card.paper_budget is None:
+            raise UserError(f"{name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024).")
+
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve a budget for this model and length; None stands for the default.
 
         Raises:
             UserError: what was asked cannot be reached; the message names what can.
         """
+        self.check_budget(budget)
         card = self.card
         if self.budget_kind in (BudgetKind.NONE, BudgetKind.PROMPT):
-            if budget is not None and budget != Budget("fraction", 1.0):
-                raise UserError(
-                    f"{card.name} takes no budget, got {budget}: it stores all entries. Leave --budget out."
-                )
             return self
         if self.budget_kind is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.full_bytes
@@ -239,10 +246,7 @@ class Method:
             return self
         budget = budget or DEFAULT_BUDGET
         if budget.kind == "paper":
-            if card.paper_budget is None:
-                raise UserError(
-                    f"{card.name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024)."
-                )
+            assert card.paper_budget is not None
             budget = Budget.parse(card.paper_budget)
         if budget == Budget("fraction", 1.0):
             return replace(self, rows=None, length=shape.length)

@@ -277,13 +277,6 @@ def _is_local(source: str) -> bool:
 
 def _resolve_budget(asked: Budget | None, method: Method) -> Budget | None:
     """The requested budget, or the default of the method's budget kind."""
-    card = method.card
-    if method.budget_kind in (BudgetKind.NONE, BudgetKind.PROMPT) and asked not in (None, Budget("fraction", 1.0)):
-        raise UserError(
-            f"{card.name} takes no budget, got {asked}. Leave --budget out; in a sweep, give it a "
-            "[[grid]] of its own."
-        )
-    if asked is not None and asked.kind == "paper" and card.paper_budget is None:
-        raise UserError(f"{card.name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024).")
+    method.check_budget(asked)
     default = asked is None and method.budget_kind in (BudgetKind.STORED, BudgetKind.READ)
     return DEFAULT_BUDGET if default else asked
