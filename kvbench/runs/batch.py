@@ -37,7 +37,7 @@ MOST_AUTO = 64
 SHARE_OF_MEMORY = 0.5
 """The share of the memory left by the weights that the predicted caches of a batch may take."""
 GB = 1e9
-Made = tuple[int, Example, Encoded]
+Sample = tuple[int, Example, Encoded]
 
 
 def describe_alone(method: Method) -> str | None:
@@ -69,7 +69,7 @@ def count_contexts(job: Job, shared: SharedPrefill | None, first: Encoded) -> in
 
 
 def run_batch(
-    job: Job, group: Sequence[Made], shared: SharedPrefill | None, *, compare: bool
+    job: Job, group: Sequence[Sample], shared: SharedPrefill | None, *, compare: bool
 ) -> list[tuple[list[Line], str | None]]:
     """Run samples together. Returns the lines of each, without times, and the traceback of its failure.
 
@@ -102,7 +102,7 @@ def run_batch(
     return marked
 
 
-def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None) -> list[list[Line]] | None:
+def _run_together(job: Job, group: Sequence[Sample], shared: SharedPrefill | None) -> list[list[Line]] | None:
     questions = divide_batch(job.spec.batch, job.spec)[1]
     try:
         with attached(job.model.module):  # until the last session is closed, in whatever order
@@ -124,22 +124,22 @@ def _run_together(job: Job, group: Sequence[Made], shared: SharedPrefill | None)
 
 
 def run_one(
-    job: Job, made: Made, shared: SharedPrefill | None, *, agreement: bool = True
+    job: Job, sample: Sample, shared: SharedPrefill | None, *, agreement: bool = True
 ) -> tuple[list[Line], str | None]:
     """Run one sample, one question at a time. Returns its lines and the traceback of its failure."""
     try:
         if job.model.masking is None:
-            return run_sample(job, *made, shared, agreement=agreement), None
-        return fill_sample(job, *made), None
+            return run_sample(job, *sample, shared, agreement=agreement), None
+        return fill_sample(job, *sample), None
     except SampleFailedError as failure:
         lines, trace = failure.lines, "".join(traceback.format_exception(failure.__cause__))
     gc.collect()  # the exception is gone, whose frames would keep the sample's tensors next to those of the next one
     return lines, trace
 
 
-def cut_to_first(made: Made) -> Made:
+def cut_to_first(sample: Sample) -> Sample:
     """A sample with its first question only."""
-    index, example, encoded = made
+    index, example, encoded = sample
     return index, replace(example, turns=example.turns[:1]), replace(encoded, turns=encoded.turns[:1])
 
 
