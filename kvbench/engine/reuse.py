@@ -126,7 +126,7 @@ class MixedPrompt:
         mask[-1] = True
         return mask.nonzero()[:, 0]
 
-    def also(self, places: Tensor) -> Tensor:
+    def with_fresh(self, places: Tensor) -> Tensor:
         """These places and those that must run. [m] -> [n], ascending"""
         chosen: Tensor = torch.cat([self.fresh, places]).unique()
         return chosen

@@ -56,6 +56,6 @@ class CacheBlend(ApartMethod):
             deviation = (new.float() - old.float()).square().sum((0, 1, 3))  # [N]
             at_hand = mixed.reused.nonzero()[:, 0]
             count = int(self.ratio * len(at_hand))
-            return mixed.also(at_hand[deviation[at_hand].topk(count).indices])
+            return mixed.with_fresh(at_hand[deviation[at_hand].topk(count).indices])
 
         return mixed.run(mixed.places, narrow=narrow)

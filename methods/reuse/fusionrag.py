@@ -87,4 +87,4 @@ class FusionRag(ReuseMethod):
         count = int(self.ratio * len(documents))
         if not count:
             return logits
-        return mixed.run(mixed.also(documents[importance[documents].topk(count).indices]))
+        return mixed.run(mixed.with_fresh(documents[importance[documents].topk(count).indices]))

@@ -121,6 +121,6 @@ class KVShare(ReuseMethod):
             weights = attention_rows(step, step.key[:, :, scored], None, query)
             importance = weights.mean((0, 1)) * deviation
             chosen = importance.topk(max(1, int(self.ratio * len(at_hand)))).indices
-            return mixed.also(scored[chosen[importance[chosen] > 0]])
+            return mixed.with_fresh(scored[chosen[importance[chosen] > 0]])
 
         return mixed.run(mixed.places, narrow=narrow)

@@ -96,6 +96,6 @@ class RelayCaching(ReuseMethod):
             tail = slice(mixed.length - min(self.suffix, mixed.length), None)
             weights = attention_rows(step, step.key, mixed.places, tail).sum((0, 1))[at_hand]
             chosen = (change > self.deviation * change.mean()) | (weights > self.influence * weights.mean())
-            return mixed.also(at_hand[chosen])
+            return mixed.with_fresh(at_hand[chosen])
 
         return mixed.run(mixed.places, narrow=narrow, writes=lambda layer: first <= layer <= last)

@@ -66,7 +66,7 @@ def test_computed_tokens_do_not_see_later_ones(places):
 
     class Some(ConcatAligned):
         def run(self, mixed):
-            return mixed.run(mixed.also(rows))
+            return mixed.run(mixed.with_fresh(rows))
 
     other = list(DOCUMENTS[2])
     other[60 - 56] = (other[60 - 56] + 1) % 64
@@ -96,7 +96,7 @@ def test_tokens_may_leave_after_any_layer():
             def run(self, mixed):
                 return mixed.run(
                     mixed.places,
-                    narrow=lambda step, kv: mixed.also(chosen) if step.layer == layer else None,
+                    narrow=lambda step, kv: mixed.with_fresh(chosen) if step.layer == layer else None,
                 )
 
         return Narrowed()
