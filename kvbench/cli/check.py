@@ -11,6 +11,7 @@ import typer
 from kvbench.cli.options import Json
 from kvbench.cli.output import print_json
 from kvbench.errors import MOST_SAMPLES, UserError, check_number
+from kvbench.log import count
 
 if TYPE_CHECKING:
     from kvbench.check.audit import Audit
@@ -114,8 +115,8 @@ def _print_audit(name: str, audit: Audit, model: str, *, as_json: bool) -> int:
 
     least, most = audit.tokens or (0, 0)
     print_table("", (name, "ok" if not audit.findings else "FAILED"), [
-        ("examples", f"{audit.examples} with {audit.turns} questions"),
-        ("first prompt and answer", f"{least:,} to {most:,} tokens of {model}"),
+        ("examples", f"{audit.examples} with {count(audit.turns, 'question')}"),
+        ("first prompt and answer", f"{f'{least:,} to ' if least < most else ''}{most:,} tokens of {model}"),
         ("truncated in the middle", str(audit.cut)),
     ])
     if audit.findings:

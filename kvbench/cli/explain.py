@@ -10,6 +10,7 @@ import typer
 
 from kvbench.cli.options import Json, Out
 from kvbench.cli.output import echo, print_json
+from kvbench.log import count
 
 if TYPE_CHECKING:
     from kvbench.analysis.explain import Change, ScoreShift
@@ -103,7 +104,7 @@ def _measure(
             notes[name] = "no effect: the same run"
         elif found is not None and changed.result.run_id != mine.result.run_id:
             effects[name] = found
-            pairing = f"paired on {found.n} questions" if found.n else "different questions, not paired"
+            pairing = f"paired on {count(found.n, 'question')}" if found.n else "different questions, not paired"
             notes[name] = f"{pairing}; {report.folder.name}"
     return effects, notes
 
