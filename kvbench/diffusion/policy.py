@@ -204,7 +204,9 @@ class Denoising:
         self.left = self.masked[:, start : self.end].sum(-1)  # [B]
         self.steps = self.steps_of((start - self.prompt) // self.sampling.block)
         self.order = torch.rand(self.ids.shape, generator=self.orders, device=self.ids.device)
+        masks = int(self.masked.sum())
         self.method.begin(self)
+        self.facts["tokens_early"] += masks - int(self.masked.sum())  # tokens that it wrote, such as a scaffold
 
     def _advance(self) -> None:
         self.quota = self.left // self.steps + (self.step < self.left % self.steps)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.analysis.load import load_run
 from kvbench.diffusion import sample
 from kvbench.errors import UserError
 from kvbench.hf import load_model, load_tokenizer
+from kvbench.leaderboard.verification.plausibility import check_plausibility
+from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.results import BaselineResult, DiffusionResult
@@ -66,6 +69,16 @@ def test_a_run_measures_what_it_computes(kvbench, arguments, tmp_path):
         assert x["tokens_per_s"] == pytest.approx(committed / took)
     assert found["committed_tokens"] == sum(len(line["ids"]) for line in lines) / 4
     assert "8 tokens in blocks of 8, 8 steps, low-confidence" in answer.out
+
+
+def test_passes_and_a_scaffold_give_all_tokens_of_an_answer(kvbench, arguments, tmp_path):
+    """Two tokens are fixed and six passes commit one each, after one over the prompt: verification accepts them."""
+    answer = kvbench(*arguments, "--method", "fast-ddrive", "--set", "scaffold=ab", "--gen", "steps=8")
+    assert answer.code == 0, answer.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = [Line.model_validate(x) for x in read_lines(tmp_path / "runs")]
+    assert {(x.denoising.nfe, x.effect.facts["tokens_early"]) for x in lines} == {(7, 2)}
+    assert check_plausibility(load_run(folder).result.spec, lines).outcome == "ok"
 
 
 def test_no_cache_is_its_own_baseline(kvbench, arguments):

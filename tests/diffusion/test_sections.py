@@ -279,7 +279,7 @@ def test_a_scaffold_stands_in_every_sequence_and_leaves_its_block_fewer_tokens(u
     d = Denoising(unshifted, method, prompts, 16, Sampling(steps=8, block=4))
     d.denoise()
     assert d.ids[:, 20].tolist() == [5, 5] and d.ids[:, 22].tolist() == [7, 7]
-    assert d.steps_done == 8
+    assert (d.steps_done, d.facts["tokens_early"]) == (8, 4)
 
 
 def test_a_scaffold_is_read_from_text(unshifted):
