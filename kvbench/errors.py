@@ -51,6 +51,14 @@ class DeviceLostError(UserError):
     exit_code = 3
 
 
+def nan_error(dtype: str, method: str) -> UserError:
+    """The error of a model whose logits are not numbers under a method."""
+    return UserError(
+        f"the model's logits are not numbers (NaN) in {dtype}: method {method} makes them so, or values exceed the "
+        "range of this type. Try --dtype float32."
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type's name, without a full stop, to be quoted in a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

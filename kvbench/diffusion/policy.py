@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvbench.budget import Shape
 from kvbench.diffusion.sampling import Sampling
-from kvbench.errors import UserError
+from kvbench.errors import UserError, nan_error
 from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks
 from kvbench.method import Method
@@ -242,6 +242,9 @@ class Denoising:
         """Sampled tokens and their confidences without noise.
 
         hidden: [M, D]. sequence, position: where the tokens belong [M]. Returns [M], [M]
+
+        Raises:
+            UserError: the logits are not numbers.
         """
         tokens, confidences = [], []
         noise: dict[int, Tensor] = {}
@@ -261,6 +264,8 @@ class Denoising:
                 best[inside] = (logits[inside].double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
             tokens.append(best)
             confidences.append(self.method.confidence(logits, best))
+            if bool(confidences[-1].isnan().any()):
+                raise nan_error(self.model.dtype, self.method.card.name)
         if not tokens:
             return self.ids.new_empty(0), torch.empty(0, device=self.ids.device)
         return torch.cat(tokens), torch.cat(confidences)

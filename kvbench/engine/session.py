@@ -18,7 +18,7 @@ from kvbench.engine.recording import Recording
 from kvbench.engine.saved import read_session, write_session
 from kvbench.engine.stores import Stores
 from kvbench.engine.timing import now
-from kvbench.errors import UserError
+from kvbench.errors import UserError, nan_error
 from kvbench.hf import Model
 from kvbench.method import Method
 from kvbench.step import Moment, Step
@@ -210,10 +210,7 @@ class Session(Stores):
         """Refuse logits that are not numbers (`UserError`): entries that are not make those of all later tokens so."""
         assert self.logits is not None
         if bool(self.logits.isnan().any()):
-            raise UserError(
-                f"the model's logits are not numbers (NaN) in {self.model.dtype}: method {self.method.card.name} makes "
-                "them so, or values exceed the range of this type. Try --dtype float32."
-            )
+            raise nan_error(self.model.dtype, self.method.card.name)
 
     def resume(self) -> None:
         """Prepare every layer for an answer; this belongs to the time to its first token."""

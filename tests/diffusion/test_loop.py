@@ -206,6 +206,24 @@ def test_the_prompt_may_hold_the_mask(model, fill):
     assert MASK not in found.ids[0]
 
 
+@dataclass(frozen=True)
+class Overflowing(NoCache):
+    """Hidden states beyond the range of the model's type."""
+
+    card: ClassVar[Card] = NoCache.card.model_copy(update={"name": "overflowing"})
+
+    def run(self, d, plan, index):
+        """No numbers."""
+        return super().run(d, plan, index) * torch.nan
+
+
+@pytest.mark.parametrize("how", [{}, {"remasking": "random"}, {"threshold": 0.5}, {"temperature": 1.0}])
+def test_logits_that_are_no_numbers_are_refused_and_never_committed(model, fill, how):
+    """Under every rule of acceptance; the order of random reveals would commit them."""
+    with pytest.raises(UserError, match=r"not numbers \(NaN\) in float32: method overflowing makes them so"):
+        fill(model, Overflowing(), **how)
+
+
 def test_a_policy_that_computes_nothing_needed_is_stopped(model, fill):
     """A loop without an end is an error of the policy."""
 
