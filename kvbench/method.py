@@ -133,6 +133,8 @@ class Method:
     """Whether tokens of the context skip layers (`choose_tokens`)."""
     reads_parts: ClassVar[bool] = False
     """Whether it reuses entries of the context's parts, which the task must name."""
+    reads_question: ClassVar[bool] = False
+    """Whether it reads the question in the prompt, and cannot run without one."""
     rows: int | None = resolved()
     """Entries per KV head of a full-attention layer that the budget amounts to; None: all."""
     length: int | None = resolved()

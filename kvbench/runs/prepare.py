@@ -271,6 +271,12 @@ def _try_first(job: Job, request: Request) -> Job:
             f"{spec.method.name} reuses the parts of a prompt, and {spec.task.name} names none. Cut its contexts "
             "with --parts, or use a task of the suite reuse (`kvbench list tasks`), or your own with `parts`."
         )
+    behind = len(encoded.context) - sum(map(len, encoded.parts))  # tokens of the context after its last part
+    if job.method.reads_question and spec.visibility == "hidden" and not behind:
+        raise UserError(
+            f"{spec.method.name} reads the question in the prompt, and here it comes later. Use mode single or "
+            "multi-turn, and leave --visibility out."
+        )
     if job.method.reads_parts:
         from kvbench.engine.reuse import refuse_unfit  # imports torch; requests are checked first
 

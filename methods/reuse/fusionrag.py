@@ -45,6 +45,8 @@ class FusionRag(ReuseMethod):
         limits=(*LIMITS, "The question must stand in the prompt (`--visibility visible`)."),
     )
 
+    reads_question: ClassVar[bool] = True
+
     def place(self, mixed: MixedPrompt) -> None:
         """TAKEN OVER: known parts, the documents each behind the instruction and those most similar to it."""
         known, instruction = mixed.reuse.known, mixed.reuse.parts[0]
@@ -67,7 +69,8 @@ class FusionRag(ReuseMethod):
         first, asked = len(mixed.reuse.parts[0]), mixed.length - mixed.tail
         if not asked:
             raise UserError(
-                "fusionrag chooses tokens by the question, which is not in this prompt. Use --visibility visible."
+                "fusionrag chooses tokens by the question, which is not in this prompt. Use mode single or multi-turn, "
+                "and leave --visibility out."
             )
         rows, importance = mixed.fresh, torch.zeros(mixed.length, device=mixed.ids.device)
 

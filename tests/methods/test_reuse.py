@@ -323,7 +323,7 @@ def test_fusionrag_computes_the_tokens_that_the_question_attends_to():
     with prefilled(find_method("fusionrag")(ratio=0.2, similar=0)) as session:
         documents = sum(map(len, DOCUMENTS))
         assert {x.computed for x in session.layers} == {2 * len(TAIL) + int(0.2 * documents)}
-    with pytest.raises(UserError, match="visibility visible"), prefilled(find_method("fusionrag")(), tail=[]):
+    with pytest.raises(UserError, match="leave --visibility out"), prefilled(find_method("fusionrag")(), tail=[]):
         pass
 
 

@@ -112,6 +112,16 @@ def test_a_task_with_parts_of_its_own_is_not_cut(kvbench):
     assert (answer.code, "Leave --parts out" in answer.err) == (2, True)
 
 
+@pytest.mark.parametrize("how", [("--visibility", "hidden"), ("--mode", "multi-request", "--turns", "2")])
+def test_a_method_that_reads_the_question_is_refused_where_it_comes_later(kvbench, tmp_path, how):
+    """Before anything is written; every sample would fail."""
+    out = tmp_path / "runs"
+    answer = kvbench("run", "--method", "fusionrag", "--task", "reuse-order", "--length", "420", *how, "--out", out)
+    assert answer.code == 2
+    assert "fusionrag reads the question in the prompt, and here it comes later" in answer.err
+    assert not out.exists()
+
+
 def test_a_prompt_without_parts_is_refused(kvbench):
     """In one line that names a task that has them, before anything is written."""
     answer = kvbench("run", "--method", "epic", "--task", "niah", "--samples", "1", "--length", "512")
