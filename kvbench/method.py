@@ -226,7 +226,9 @@ class Method:
                 f"{name} takes no budget, got {budget}. Leave --budget out; in a sweep, give it a [[grid]] of its own."
             )
         if budget is not None and budget.kind == "paper" and self.card.paper_budget is None:
-            raise UserError(f"{name} has no paper budget on its card. Use a share (25%) or tokens per KV head (1024).")
+            decided = self.budget_kind is BudgetKind.BITS  # by its settings
+            step = "Leave --budget out." if decided else "Use a share (25%) or tokens per KV head (1024)."
+            raise UserError(f"{name} has no paper budget on its card. {step}")
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:
         """Resolve a budget for this model and length; None stands for the default.

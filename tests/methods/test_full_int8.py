@@ -62,6 +62,8 @@ def test_only_its_own_budget_can_be_asked_for():
     """The budget that it reaches may be requested; others are refused, and the message names the one."""
     shape = tiny_model().shape(100)
     assert FullInt8().fit(None, shape) == FullInt8().fit(Budget.parse("28.1%"), shape)
-    for text in ("50%", "1024", "paper"):
+    for text in ("50%", "1024"):
         with pytest.raises(UserError, match=f"{text}.*28.1%"):
             FullInt8().fit(Budget.parse(text), shape)
+    with pytest.raises(UserError, match=r"no paper budget on its card\. Leave --budget out"):
+        FullInt8().fit(Budget.parse("paper"), shape)
