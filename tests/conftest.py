@@ -66,6 +66,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_runs_kept() -> Iterator[None]:
+    """Free the runs that scripts/curated.py keeps: a million objects, which every full search of `gc` visits."""
+    yield
+    if (curated := sys.modules.get("curated")) is not None:
+        curated.read_runs.cache_clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _bundled_once() -> Iterator[None]:
     """Commands and runs share a bundled model, as the cells of a sweep do: to load and prove it takes 0.15 s.

@@ -264,11 +264,12 @@ class Denoising:
                 best[inside] = (logits[inside].double() / self.sampling.temperature - (-uniform.log()).log()).argmax(-1)
             tokens.append(best)
             confidences.append(self.method.confidence(logits, best))
-            if bool(confidences[-1].isnan().any()):
-                raise nan_error(self.model.dtype, self.method.card.name)
         if not tokens:
             return self.ids.new_empty(0), torch.empty(0, device=self.ids.device)
-        return torch.cat(tokens), torch.cat(confidences)
+        confidence = torch.cat(confidences)
+        if bool(confidence.isnan().any()):  # once, because a GPU waits for it
+            raise nan_error(self.model.dtype, self.method.card.name)
+        return torch.cat(tokens), confidence
 
     def _noise(self, ahead: int) -> Tensor:
         """Uniform random numbers of this step for all positions of a block. [B, K, V]
