@@ -70,10 +70,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{find_own_line(error)}"
 
 
-def find_own_line(error: BaseException) -> str:
-    """The name and line of the user's file that raised, or called other code that did: ` (mine.py, line 7)`; or ``."""
+def find_own_line(error: BaseException, module: str = FILE_MODULE) -> str:
+    """The name and line of the user's file that raised, or called other code that did: ` (mine.py, line 7)`; or ``.
+
+    module: the beginning of the names of the modules that count as the user's.
+    """
     frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-    own = ((x, n) for x, n in frames if x.f_globals.get("__name__", "").startswith(FILE_MODULE))
+    own = ((x, n) for x, n in frames if x.f_globals.get("__name__", "").startswith(module))
     return next((f" ({Path(x.f_code.co_filename).name}, line {n})" for x, n in own), "")
 
 

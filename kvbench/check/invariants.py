@@ -6,11 +6,9 @@ are not permuted, and settings that are not an identity are not compared with th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
 from kvbench.check.trial import NotApplicableError, UntestableError
 from kvbench.diffusion.policy import Policy
-from kvbench.errors import find_line
+from kvbench.errors import find_own_line
 from kvbench.hf.tiny import placed
 from kvbench.method import Method
 
@@ -100,16 +98,9 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
         except UntestableError:
             raise
         except AssertionError as failure:
-            detail, passed = (str(failure) or "an assertion failed") + _find_place(kind, failure), False
+            detail, passed = (str(failure) or "an assertion failed") + find_own_line(failure, kind.__module__), False
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's method may raise anything
             text = str(error).splitlines()[0] if str(error) else ""
-            detail, passed = f"{type(error).__name__}: {text}{_find_place(kind, error)}", False
+            detail, passed = f"{type(error).__name__}: {text}{find_own_line(error, kind.__module__)}", False
         outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))
     return outcomes
-
-
-def _find_place(kind: type[Method], error: BaseException) -> str:
-    """The file and line of the method's own code that raised, or from which kvbench was called; empty: neither."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    line = find_line(error, path)
-    return f" ({Path(path).name}, line {line})" if path is not None and line is not None else ""
