@@ -134,9 +134,13 @@ def _find_left(method: Method) -> list[str]:
         gc.collect()
         return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
 
-    before = run()
-    known = {id(x) for x in before}
-    new = [x for x in run() if id(x) not in known]
+    gc.freeze()  # objects of before need no visit: a process may keep a million
+    try:
+        before = run()
+        known = {id(x) for x in before}
+        new = [x for x in run() if id(x) not in known]
+    finally:
+        gc.unfreeze()
     return [f"{list(x.shape)} {x.dtype}".replace("torch.", "") for x in new if x.untyped_storage().nbytes() >= LENGTH]
 
 
