@@ -36,14 +36,16 @@ def hadamard(x: Tensor) -> Tensor:
     The rotation is symmetric, so it is its own inverse.
     """
     size = x.shape[-1] & -x.shape[-1]
-    found: Tensor = x.unflatten(-1, (-1, size))
-    half = 1
-    while half < size:
-        pairs = found.unflatten(-1, (-1, 2, half))
-        a, b = pairs.unbind(-2)
-        found = torch.stack([a + b, a - b], dim=-2).flatten(-3)
-        half *= 2
-    return found.flatten(-2) / math.sqrt(size)
+    return (x.unflatten(-1, (-1, size)) @ _hadamard_matrix(size, x.device)).flatten(-2)
+
+
+@functools.lru_cache(maxsize=64)
+def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    """Sylvester's matrix for a power of two, of length-1 rows: one product is faster than log2(size) steps of sums."""
+    found = torch.ones(1, 1)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], dim=1), torch.cat([found, -found], dim=1)])
+    return (found / math.sqrt(size)).to(device)
 
 
 def mean_component(width: int) -> float:

@@ -13,11 +13,8 @@ from kvbench.store.rotation import hadamard
 
 
 def sylvester(size):
-    """The matrix of size 2n from that of size n."""
-    found = torch.ones(1, 1)
-    while len(found) < size:
-        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found
+    """Element (i, j) is negative if i and j have an odd number of common bits."""
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
 
 
 @pytest.mark.parametrize("width", [1, 2, 16, 64])
