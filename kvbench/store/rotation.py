@@ -36,7 +36,8 @@ def hadamard(x: Tensor) -> Tensor:
     The rotation is symmetric, so it is its own inverse.
     """
     size = x.shape[-1] & -x.shape[-1]
-    return (x.unflatten(-1, (-1, size)) @ _hadamard_matrix(size, x.device)).flatten(-2)
+    blocks: Tensor = x.unflatten(-1, (-1, size))
+    return (blocks @ _hadamard_matrix(size, x.device)).flatten(-2)
 
 
 @functools.lru_cache(maxsize=64)
