@@ -158,7 +158,7 @@ class Suggestion:
     @property
     def ranked(self) -> int:
         """Number of protocols that rank techniques, of each kind one."""
-        return len({x.protocol.kind for x in self.judged if x.standings and x.unranked is None})
+        return len({x.protocol.kind for x in self.judged if x.ranks})
 
     @property
     def best(self) -> tuple[Technique, ...]:
@@ -196,6 +196,11 @@ class Judged:
     """By technique."""
     unranked: str | None
     """Why the techniques are not ranked; None: they are."""
+
+    @property
+    def ranks(self) -> bool:
+        """Whether there are techniques, and they are ranked."""
+        return bool(self.standings) and self.unranked is None
 
 
 def count_leads(standings: Iterable[Standing]) -> int:

@@ -206,7 +206,7 @@ class _Table:
 
     def _write_technique(self, technique: Technique, answer: Suggestion) -> dict[str, Any]:
         place = "" if technique.place is None else f"{'=' if technique.tied else ''}{technique.place}"
-        missing = [x.protocol.name for x in answer.judged if technique.label not in x.standings]
+        missing = [x.protocol.name for x in answer.judged if x.ranks and technique.label not in x.standings]
         return {
             "label": self._text(technique.label), "page": self._text(f"methods/{self.pages[technique.method]}.html"),
             "place": self._text(place), "leads": self._text(describe_lead(technique, answer)),

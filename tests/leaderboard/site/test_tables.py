@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvbench.leaderboard.site.guide import FrontPage
@@ -279,3 +281,21 @@ def test_a_run_without_verification_is_listed_apart(results):
     results.add("a", verified=False)
     (group,) = read_groups(results)
     assert [x.title for x in group.tables[0].bands] == [UNRANKED]
+
+
+def test_a_technique_lacks_a_run_only_where_techniques_are_ranked(results):
+    """With 4,096 tokens one technique has a run, so nothing is ranked there."""
+    def of_length(length):
+        return lambda result, lines: result["task"].update(length=length)
+
+    for length in (1024, 2048, 4096):
+        results.add(f"full-{length}", "good", method="full", stored=1.0, kind="none", edit=of_length(length))
+        results.add(f"kvzip-{length}", "good", method="kvzip", edit=of_length(length))
+    results.add("snapkv", "poor", edit=of_length(1024))
+    results.add("h2o", "poor", method="h2o", edit=of_length(2048))
+    front = FrontPage(read_groups(results))
+    document = json.loads(front.write_answers(dict.fromkeys(("kvzip", "snapkv", "h2o"), "page")))
+    texts, answer = document["texts"], document["answers"][f"0.{front.default}.0.0"]
+    lacking = {texts[x["label"]]: [texts[y] for y in x["missing"]] for x in answer["best"]}
+    names = {x.example.task.length: x.name for x in front.guide.protocols}
+    assert lacking == {"kvzip": [], "snapkv": [names[2048]], "h2o": [names[1024]]}
