@@ -66,9 +66,10 @@ def list_effect(result: Result) -> Facts:
         return []
     acted = f"in {x.n_acted} of {x.n} contexts" if x.n else "not required: the method is declared lossless"
     unit = "computed per denoising step" if result.diffusion else "kept"
+    where = "in every layer" if len(set(x.entries_kept_by_layer)) == 1 else "mean over layers"
     return [
         ("cache modified", acted), ("contexts at lossless settings", str(x.n_identity)),
-        (f"entries {unit}, mean over layers", f"{x.entries_kept:,.1f} of {x.entries_seen:,}"),
+        (f"entries {unit}, {where}", f"{x.entries_kept:,.1f} of {x.entries_seen:,}"),
         *((name.replace("_", " "), f"{count:,}") for name, count in sorted(x.facts.items())),
     ]
 

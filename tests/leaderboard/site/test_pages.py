@@ -286,6 +286,16 @@ def test_a_run_page_shows_its_worst_answers_first(results):
     assert "5 of 11, worst first" in text
 
 
+@pytest.mark.parametrize(("kept", "tables", "words"), [([8.0, 8.0], 0, "in every layer"), ([4.0, 12.0], 1, "mean")])
+def test_entries_are_listed_by_layer_where_layers_differ(results, kept, tables, words):
+    """Layers of equal numbers share one line."""
+    results.add("a", edit=lambda result, lines: result["effect"].update(entries_kept_by_layer=kept, entries_kept=8.0))
+    (path,) = results.build().folder.glob("runs/*/index.html")
+    text = path.read_text()
+    assert text.count('aria-label="Entries by layer"') == tables
+    assert f"entries kept, {words}" in text
+
+
 def test_long_values_are_cut_with_a_note(results):
     """Long fields do not make long pages."""
     results.add("a", method="mine", edit=lambda result, lines: result["method"]["card"].update(idea="x" * 300_000))
