@@ -61,6 +61,8 @@ from kvbench.runs.files import read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 
+MOST_NAMED = 4
+"""Commits that a page names; of more it has the number."""
 NEAR = 0.15
 """A score this close to the full cache's is near it."""
 IN_README = ("full", "random", "h2o", "snapkv", "kvzip", "shadowkv", "kivi, 4/4 bits", "kivi, 2/2 bits")
@@ -240,11 +242,13 @@ def task_table(results: Sequence[Result]) -> str:
 
 
 def _name_place(results: Sequence[Result]) -> str:
-    """Every processor and commit that runs are of, the one with the most first."""
+    """Every processor that runs are of, the one with the most first, and their commits, unless they are many."""
     processors = Counter(x.environment.cpu for x in results)
     commits = Counter(f"`{x.environment.git.commit[:12]}`" for x in results if x.environment.git is not None)
-    noun = "commit" if len(commits) == 1 else "commits"
-    return f"on {_name_each(processors)}, two cores, {noun} {_name_each(commits)}"
+    named = f"{'commit' if len(commits) == 1 else 'commits'} {_name_each(commits)}"
+    if len(commits) > MOST_NAMED:
+        named = f"{len(commits)} commits, named in each result.json"
+    return f"on {_name_each(processors)}, two cores, {named}"
 
 
 def _name_each(found: Counter[str]) -> str:
