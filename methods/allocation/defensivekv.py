@@ -21,6 +21,8 @@ from kvbench.techniques.cascade import SharedBudgetMethod
 DEVIATIONS = (
     ("The first stage and the window together hold first_stage of a head's mean attention. The authors' code cuts the "
     "window off, normalizes the rest, and subtracts the mass of the last 32 entries of that rest, over all heads."),
+    ("The first stage takes at most the budget less the window. The authors' code takes the window off the context "
+    "before it takes the budget's share, so its limit is lower by that share of the window."),
     ("The window and the entries of the first stage are always kept. The authors' code gives them the largest score of "
     "the layer, so that a layer with small scores can lose its window to others."),
     "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
