@@ -56,8 +56,8 @@ class D2O(SharedBudgetMethod):
             ("Compressed once, at the end of the context. The authors' code compresses in the first decode step, and "
             "then evicts or merges one entry per step with a running threshold."),
             ("Layers share the budget in proportion to exp(-F) and meet it, where F is the mean over heads of the "
-            "variance of attention sums, scaled to the range of the layer's heads, as in the authors' code. Their "
-            "shares are clamped and then miss it."),
+            "variance of attention sums, scaled to the range of the layer's heads, as in the authors' code. Each layer "
+            "gets `sinks` + 2 entries before. The authors' shares are clamped and then miss the budget."),
             ("A budget counts the layers that keep every entry. The ratio of the authors' code leaves them out: on 32 "
             "layers its others keep 20 % of the context where a budget of 20 % leaves them 12 %."),
             "On models below 16 layers no layer is left alone; the authors' code leaves three alone in every model.",
