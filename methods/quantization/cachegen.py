@@ -55,6 +55,9 @@ class CacheGen(StreamMethod):
             "The number of bins changes at the layers of a model of 32 layers, in proportion to the model's depth.",
             ("Chunks have 1,500 tokens, as in the authors' script that adapts to bandwidth, and the last one may be "
             "shorter. Their main script encodes a context as one chunk."),
+            ("Largest magnitudes are stored in float16, and the rest is computed in float32. The authors compute in "
+            "the element type of the cache, which puts some elements into a neighboring bin."),
+            "A table has as many frequencies as its layer has bins; the authors' have the most of any layer.",
             "A token of zeros is restored as zeros; the authors' code divides by its largest element.",
         ),
         limits=(
