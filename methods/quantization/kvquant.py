@@ -67,9 +67,10 @@ class KVQuant(CodedMethod):
         upstream=Upstream(repo="SqueezeAILab/KVQuant", commit="57a2383", license=None),
         deviations=(
             ("Every key and value of a head has the same number of outliers, those farthest from the middle of its "
-            "range, in slots of one size; the authors' list has every key element beyond the range of its channel, of "
-            "any number, or with cap_outliers at most 42 of all heads of a token."),
-            ("A value's range is that of one head, after its outliers; the authors' is over all heads of a token."),
+            "range, or from the value's mean, in slots of one size; the authors' list has every key element beyond the "
+            "range of its channel, of any number, or with cap_outliers at most 42 of all heads of a token."),
+            ("A value's range is that of one head, after its outliers, in float16; the authors' is over all heads of a "
+            "token."),
             ("Levels have the least squared error over the text. The authors weigh elements by the Fisher information, "
             "for which they need gradients; nor is their normalization for 2 bits (Q-Norm) built."),
             ("Ranges and levels are made on Python's manual when a run starts; the authors use 16 sequences of 2,048 "
