@@ -49,6 +49,7 @@ class Keyformer(RollingMethod):
         upstream=Upstream(repo="d-matrix-ai/keyformer-llm", commit="f327831", license="Apache-2.0"),
         deviations=(
             "Scores are summed over the query heads of a KV head; the paper has no grouped queries.",
+            "The number of recent entries is rounded to the nearest; the authors round it down.",
             "Dropped entries are freed; the code of the authors' three models masks them.",
             ("An entry that leaves the recent ones competes with the older ones, as in the paper. The code of the "
             "authors' three models drops it: its mask counts the next token as recent, its choice does not."),
