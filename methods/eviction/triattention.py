@@ -56,7 +56,8 @@ class TriAttention(PeriodicMethod):
             ("The prompt is compressed too, once, at its end, where it exceeds the budget. By default the authors keep "
             "it and evict generated tokens only."),
             "The authors add random numbers of up to 1e-6 to scores, so that none are equal; here none are added.",
-            "Centers are measured on Python's manual when a run starts; the authors' on other text.",
+            ("Centers are measured on Python's manual when a run starts; the authors' on other text, and by a script "
+            "that leaves out the norm that Qwen3 applies to queries."),
         ),
         limits=(
             "Up to `period` entries are stored above the budget between two evictions; end_bytes counts them.",
