@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.leaderboard.verification.result import differences
 from kvbench.runs.journal import Line
 
 TOLERANCE = 0.02
@@ -62,7 +63,7 @@ def check_measurements(pairs: Sequence[tuple[Line, Line]], equal: Sequence[bool]
             names = AFTER_ANSWER if whole else AT_COMPRESSION
             documents = [line.model_dump(mode="json", include=names) for line in (x, y)]
             _leave_out_later(documents[0], documents[1])
-            for name, stated, found in _list_differences(documents[0], documents[1]):
+            for name, stated, found in differences(documents[0], documents[1], _allow_variation):
                 where = f"sample {x.index} turn {x.turn}"
                 raise RefusedError("rerun", f"{where}: its {name} is {quote(stated)}, the rerun has {quote(found)}")
     _check_means(comparable)
@@ -109,20 +110,6 @@ def _list_measured(line: Line) -> Iterator[tuple[str, float]]:
             yield f"score of baseline {name}", x.score
 
 
-def _list_differences(stated: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield name and both values of each difference beyond its tolerance."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for key in sorted(stated.keys() | found.keys()):
-            yield from _list_differences(stated.get(key), found.get(key), f"{name}.{key}".lstrip("."))
-    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        for index, (one, other) in enumerate(zip(stated, found, strict=True)):
-            yield from _list_differences(one, other, f"{name}.{index}")
-    elif isinstance(stated, bool) or isinstance(found, bool) or None in (stated, found):
-        if stated != found:
-            yield name, stated, found
-    elif isinstance(stated, int | float) and isinstance(found, int | float):
-        relative, absolute = FACT_TOLERANCE if name.startswith(COUNTS) else (TOLERANCE, 0.0)
-        if not math.isclose(stated, found, rel_tol=relative, abs_tol=absolute):
-            yield name, stated, found
-    elif stated != found:
-        yield name, stated, found
+def _allow_variation(name: str) -> tuple[float, float]:
+    """The differences that a rerun's numbers may have: `differences`."""
+    return FACT_TOLERANCE if name.startswith(COUNTS) else (TOLERANCE, 0.0)

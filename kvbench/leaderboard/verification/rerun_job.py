@@ -17,7 +17,7 @@ from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method, find_known_task
 from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
-from kvbench.leaderboard.verification.result import differences
+from kvbench.leaderboard.verification.result import allow_rounding, differences
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
@@ -68,7 +68,7 @@ def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
         raise UnverifiableError(str(error)) from error
     differs = []
     documents = [x.model_dump(mode="json", exclude={"bound"}) for x in (spec, job.spec)]  # as its result resolves it
-    for name, stated, found in differences(documents[0], documents[1]):
+    for name, stated, found in differences(documents[0], documents[1], allow_rounding):
         if not name.startswith(MAY_DIFFER) and not (stated is None and name.startswith("method.settings.")):
             raise RefusedError("rerun", f"its {name} is {quote(stated)}, here it is {quote(found)}")
         differs.append(name)

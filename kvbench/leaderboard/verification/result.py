@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
@@ -36,7 +36,7 @@ def check_summary(replay: Replay, result: Result, lines: Sequence[Line]) -> tupl
     names["environment"] = {"started", "seconds"}
     documents = [x.model_dump(mode="json", include=names) for x in (result, ours)]
     once, summed = _sum_distinct(lines), False
-    for name, stated, found in differences(documents[0], documents[1]):
+    for name, stated, found in differences(documents[0], documents[1], allow_rounding):
         if name in once and once[name] == stated:
             summed = True
             continue
@@ -76,17 +76,32 @@ def _sum_distinct(lines: Sequence[Line]) -> dict[str, int]:
     return {f"effect.facts.{name}": sum(value for x, value in facts if x == name) for name, _ in facts}
 
 
-def differences(stated: object, found: object, name: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the dotted name and both values of every place where two documents differ."""
+def differences(
+    stated: object, found: object, tolerance: Callable[[str], tuple[float, float]], name: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Yield the dotted name and both values of every place where two documents differ.
+
+    tolerance: the relative and the absolute difference that a number of this name may have.
+    """
     if isinstance(stated, dict) and isinstance(found, dict):
         for key in sorted(stated.keys() | found.keys()):
-            yield from differences(stated.get(key), found.get(key), f"{name}.{key}".lstrip("."))
+            yield from differences(stated.get(key), found.get(key), tolerance, f"{name}.{key}".lstrip("."))
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
         for index, (one, other) in enumerate(zip(stated, found, strict=True)):
-            yield from differences(one, other, f"{name}.{index}")
-    elif isinstance(stated, int | float) and isinstance(found, int | float):
-        slack = CI_TOLERANCE if ".ci95." in name else TOLERANCE
-        if not math.isclose(stated, found, rel_tol=TOLERANCE, abs_tol=slack):
+            yield from differences(one, other, tolerance, f"{name}.{index}")
+    elif _is_number(stated) and _is_number(found):
+        relative, absolute = tolerance(name)
+        if not math.isclose(stated, found, rel_tol=relative, abs_tol=absolute):
             yield name, stated, found
     elif stated != found:
         yield name, stated, found
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether differences of it may be tolerated, which those of truth values may not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def allow_rounding(name: str) -> tuple[float, float]:
+    """The differences that numbers of one machine may have: `differences`."""
+    return TOLERANCE, CI_TOLERANCE if ".ci95." in name else TOLERANCE
