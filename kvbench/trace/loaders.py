@@ -72,17 +72,15 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def load(path: Path, kind: str | None = None, block: int | None = None) -> Trace:
+def load(path: Path, kind: str | None = None) -> Trace:
     """Read a trace file.
 
     Args:
         path: plain or gzip.
         kind: a name of FORMATS; None: told from the first record.
-        block: tokens of a block that the caller expects.
 
     Raises:
-        UserError: the file cannot be read, a line is broken (with its number and field), times decrease, or blocks
-            have another size.
+        UserError: the file cannot be read, a line is broken (with its number and field), or times decrease.
     """
     if kind is not None and kind not in FORMATS:
         raise unknown("trace format", kind, FORMATS)
@@ -91,8 +89,6 @@ def load(path: Path, kind: str | None = None, block: int | None = None) -> Trace
     size, requests = FORMATS[kind or _recognize(path, data)](path, data, tree) if data.strip() else (None, [])
     if not requests:
         raise UserError(f"{path} holds no request. Give a trace in one of the formats {', '.join(FORMATS)}.")
-    if block is not None and size is not None and block != size:
-        raise UserError(f"{path} has blocks of {size} tokens, not {block}. Leave `block` out, or give {size}.")
     name = path.name.removesuffix(".gz").partition(".")[0].replace("_", "-")
     return Trace(name, tuple(requests), size, tuple(tree.parents))
 

@@ -15,6 +15,10 @@ from kvbench.trace.requests import Trace
 Held = TypeVar("Held")
 PAGE = 16
 """Tokens of a page in the schemes below that use pages."""
+RESERVED = 16_384
+"""Tokens that a contiguous scheme reserves for every request."""
+LAYER_TOKEN_BYTES = 2048
+"""Keys (or values) of one token in one layer: 8 heads of 128 in 16 bits."""
 MOST_PAGES = 10_000_000
 GROUP_BYTES = (64 << 10, 2 << 20)
 """vAttention's page groups: 64 KiB and 2 MiB of one layer's keys or values."""
@@ -29,21 +33,15 @@ class Waste:
     """Reserved room that is never used."""
 
 
-def measure_waste(trace: Trace, most: int = 16_384, layer_token_bytes: int = 2048) -> list[Waste]:
-    """Internal fragmentation by scheme.
-
-    Args:
-        trace: lengths are enough.
-        most: tokens that a contiguous scheme reserves for every request.
-        layer_token_bytes: keys (or values) of one token in one layer; 2,048 for 8 heads of 128 in 16 bits.
-    """
+def measure_waste(trace: Trace) -> list[Waste]:
+    """Internal fragmentation by scheme. trace: lengths are enough."""
     lengths = [x.input_tokens + x.output_tokens for x in trace.requests]
     schemes: list[tuple[str, Callable[[int], int]]] = [
-        (f"contiguous, {most:,} tokens", lambda n: max(n, most)),
+        (f"contiguous, {RESERVED:,} tokens", lambda n: max(n, RESERVED)),
         ("contiguous, next power of two", lambda n: 1 << max(0, n - 1).bit_length()),
         (f"paged, {PAGE} tokens", lambda n: -(-n // PAGE) * PAGE),
         *(
-            (f"page groups of {size >> 10:,} KiB", lambda n, page=size // layer_token_bytes: -(-n // page) * page)
+            (f"page groups of {size >> 10:,} KiB", lambda n, page=size // LAYER_TOKEN_BYTES: -(-n // page) * page)
             for size in GROUP_BYTES
         ),
     ]

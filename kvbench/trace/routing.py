@@ -13,6 +13,9 @@ from kvbench.trace.cache import PrefixCache
 from kvbench.trace.policies import LRU
 from kvbench.trace.requests import Trace, TraceRequest
 
+RATE = 10_000.0
+"""Prompt tokens that an instance computes per second, a declared model; only backlogs depend on it."""
+
 
 @dataclass
 class Cluster:
@@ -23,7 +26,7 @@ class Cluster:
     """Prompt tokens that each instance had to compute."""
     requests: list[int]
     backlog: list[float]
-    """Tokens that wait to be computed, drained at `rate` tokens per second."""
+    """Tokens that wait to be computed, drained at RATE tokens per second."""
     random: random.Random
     turn: int = 0
     recent: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -44,9 +47,7 @@ class Routed:
     """The same of computed prompt tokens."""
 
 
-def route(
-    trace: Trace, router: str, instances: int, blocks: float, *, rate: float = 10_000.0, seed: int = 0
-) -> Routed:
+def route(trace: Trace, router: str, instances: int, blocks: float, *, seed: int = 0) -> Routed:
     """Serve a trace on several instances with an LRU cache each.
 
     Args:
@@ -54,7 +55,6 @@ def route(
         router: a name of ROUTERS.
         instances: how many.
         blocks: capacity of each.
-        rate: prompt tokens that an instance computes per second, a declared model; only backlogs depend on it.
         seed: of the routers that draw.
 
     Raises:
@@ -67,7 +67,7 @@ def route(
     cluster = Cluster(caches, [0] * instances, [0] * instances, [0.0] * instances, random.Random(seed))
     found, before, size = 0, 0.0, trace.block_tokens or 1
     for index, request in enumerate(trace.requests):
-        drained = (request.time - before) * rate
+        drained = (request.time - before) * RATE
         cluster.backlog = [max(0.0, x - drained) for x in cluster.backlog]
         before = request.time
         place = ROUTERS[router](cluster, request)

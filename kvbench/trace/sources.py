@@ -79,7 +79,7 @@ def find_folder() -> Path:
     return cache_folder() / "traces"
 
 
-def find_trace(name: str, *, kind: str | None = None, block: int | None = None, seed: int = 0) -> Trace:
+def find_trace(name: str, *, kind: str | None = None, seed: int = 0) -> Trace:
     """A trace by name, or by the path of its file.
 
     Raises:
@@ -93,11 +93,11 @@ def find_trace(name: str, *, kind: str | None = None, block: int | None = None, 
         path = find_folder() / SOURCES[name].file
         if not path.exists():
             raise UserError(f"trace '{name}' is not in {find_folder()}. Run `kvbench trace add {name}` first.")
-        return replace(load(path, SOURCES[name].kind, block), name=name)
+        return replace(load(path, SOURCES[name].kind), name=name)
     path = Path(name).expanduser()
     if not path.is_file():
         raise unknown("trace", name, [SYNTHETIC, *SOURCES], "Or give the path of a trace file.")
-    return load(path, kind, block)
+    return load(path, kind)
 
 
 def add_trace(name: str, folder: Path | None = None) -> Path:

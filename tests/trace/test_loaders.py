@@ -138,14 +138,6 @@ def test_a_corrupt_gzip_is_refused(tmp_path):
         add_trace("mooncake-conversation", tmp_path)
 
 
-def test_block_sizes_that_differ_are_refused(tmp_path):
-    """A caller who expects other blocks than the trace has is told."""
-    path = write(tmp_path / "t.jsonl", GOOD)
-    assert load(path, block=512).block_tokens == 512
-    with pytest.raises(UserError, match="blocks of 512 tokens, not 16"):
-        load(path, block=16)
-
-
 def test_token_ids_share_whole_blocks_only(tmp_path):
     """Sixteen equal tokens are a shared block; fewer are none."""
     first, second = list(range(40)), [*range(35), 99]
