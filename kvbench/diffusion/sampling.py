@@ -49,6 +49,23 @@ class Sampling:
         if self.threshold is not None and self.remasking == "random":
             raise UserError("--gen threshold needs confidences: use --gen remasking=low-confidence, or leave it out.")
 
+    def require_one_block(self, policy: str, answer: int) -> None:
+        """Refuse several blocks (`UserError`), for a policy whose window moves over the whole answer."""
+        if self.block < answer:
+            raise UserError(f"{policy} uses a moving window instead of blocks: leave --gen block out.")
+
+    def require_masks(self, policy: str, setting: str, computed: int, answer: int) -> None:
+        """Refuse steps that commit more tokens (`UserError`) than the policy computes masks in a step.
+
+        setting: of the policy, which has this number.
+        """
+        most = math.ceil(answer / self.steps)
+        if self.threshold is None and computed < most:
+            raise UserError(
+                f"{policy} computes {computed} masks in a step, but a step commits {most}. Use more --gen steps, or "
+                f"--set {setting}={most} or more."
+            )
+
     def halved(self, answer: int) -> Sampling | None:
         """The same settings with half of the steps; None if a threshold decides or too few steps would be left."""
         steps = self.steps // 2

@@ -78,14 +78,8 @@ class ElasticCache(Policy):
         Raises:
             UserError: the answer has several blocks, or a step commits more tokens than the window.
         """
-        if sampling.block < answer:
-            raise UserError("elastic-cache uses a moving window instead of blocks: leave --gen block out.")
-        most = math.ceil(answer / sampling.steps)
-        if sampling.threshold is None and self.window < most:
-            raise UserError(
-                f"elastic-cache computes {self.window} masks in a step, but a step commits {most}. Use more --gen "
-                f"steps, or --set window={most} or more."
-            )
+        sampling.require_one_block("elastic-cache", answer)
+        sampling.require_masks("elastic-cache", "window", self.window, answer)
 
     def begin(self, d: Denoising) -> None:
         """Require a single sequence.

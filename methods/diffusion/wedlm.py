@@ -75,8 +75,7 @@ class WeDlm(Policy):
         Raises:
             UserError: the answer has several blocks, a threshold, or random remasking.
         """
-        if sampling.block < answer:
-            raise UserError("wedlm uses a moving window instead of blocks: leave --gen block out.")
+        sampling.require_one_block("wedlm", answer)
         if sampling.threshold is not None or sampling.remasking == "random":
             raise UserError(
                 "wedlm commits tokens by their entropy: leave --gen threshold and --gen remasking out, and use "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,14 +55,9 @@ class WindowDiffusion(Policy):
         Raises:
             UserError: the answer has several blocks, or a step commits more masks than are computed.
         """
-        if sampling.block < answer:
-            raise UserError("window-diffusion uses a moving window instead of blocks: leave --gen block out.")
-        most = math.ceil(answer / sampling.steps)
-        if sampling.threshold is None and self.active < most:
-            raise UserError(
-                f"window-diffusion computes {self.active} masks in a step, but a step commits {most}. Use more "
-                f"--gen steps, or --set active={most} or more."
-            )
+        sampling.require_one_block("window-diffusion", answer)
+        sampling.require_masks("window-diffusion", "active", self.active, answer)
+
     def plan(self, d: Denoising) -> PassPlan:
         """All tokens, or the first masks and what this phase decoded; the window is fixed after the full pass."""
         turn = d.nfe % self.refresh
