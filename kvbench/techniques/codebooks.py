@@ -44,17 +44,17 @@ def fit_levels(points: Tensor, weights: Tensor, count: int) -> Tensor:
     return levels.to(device)
 
 
-def count_on_grid(x: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def count_on_grid(x: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers as weighted points, each shared by its two neighbors, so that weights move continuously with numbers.
 
-    x: [n], between `low` and `high`. Points and weights: [CELLS + 1]
+    x: [n], between -1 and 1. Points and weights: [CELLS + 1]
     """
-    place = ((x.double() - low) * (CELLS / (high - low))).clamp(0, CELLS)
+    place = ((x.double() + 1) * (CELLS / 2)).clamp(0, CELLS)
     left = place.long().clamp_max(CELLS - 1)
     weights = torch.zeros(CELLS + 1, dtype=torch.float64, device=x.device)
     weights.index_add_(0, left + 1, place - left)
     weights.index_add_(0, left, left + 1 - place)
-    return torch.linspace(low, high, CELLS + 1, dtype=torch.float64, device=x.device), weights
+    return torch.linspace(-1, 1, CELLS + 1, dtype=torch.float64, device=x.device), weights
 
 
 def _interpolate(x: Tensor, at: Tensor, values: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ class LevelRecorder(Method):
         plain = torch.ones_like(state["value"], dtype=torch.bool).scatter_(-1, far, False)
         values = (state["value"] - (least + most) / 2) / ((most - least) / 2).clamp_min(TINY)
         levels = [
-            fit_levels(*count_on_grid(x, -1.0, 1.0), 2**bits)
+            fit_levels(*count_on_grid(x), 2**bits)
             for x, bits in ((units[units.abs() <= 1], self.key_bits), (values[plain], self.value_bits))
         ]
         return torch.cat([middle.flatten(), reach.flatten(), *(x.float() for x in levels)])
