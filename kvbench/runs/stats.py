@@ -63,15 +63,15 @@ def find_exact_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, flo
     return low, high
 
 
-def bootstrap_interval(clusters: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Percentile bootstrap 95 % interval of the mean of all values, whole clusters resampled."""
-    return bootstrap_ratio([sum(x) for x in clusters], [len(x) for x in clusters], seed)
+    return bootstrap_ratio([sum(x) for x in clusters], [len(x) for x in clusters])
 
 
-def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
+def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float]:
     """Percentile bootstrap 95 % interval of the ratio of two totals, whole clusters resampled."""
     above, below = np.array(sums, dtype=float), np.array(counts, dtype=float)
-    ratios = [above[x].sum(axis=1) / below[x].sum(axis=1) for x in draw_clusters(len(sums), DRAWS, seed)]
+    ratios = [above[x].sum(axis=1) / below[x].sum(axis=1) for x in draw_clusters(len(sums), DRAWS, seed=0)]
     low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
     return float(low), float(high)
 
