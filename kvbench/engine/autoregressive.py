@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvbench.engine.passes import request
 from kvbench.errors import UserError
 from kvbench.step import Moment
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvbench.engine.passes import Passes
     from kvbench.engine.session import Session
     from kvbench.engine.speculation import Speculation
@@ -31,6 +31,33 @@ class Tokens:
     """None: one token was decoded per step."""
 
 
+class Answers:
+    """Answers of a batch that are being generated. A sequence gets its stop token, and no token after it.
+
+    Raises:
+        UserError: max_new_tokens is below 1.
+    """
+
+    def __init__(self, batch: int, max_new_tokens: int, stop: frozenset[int]) -> None:
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens {max_new_tokens} must be 1 or more.")
+        self.stop = stop
+        self.ids: list[list[int]] = [[] for _ in range(batch)]
+        self.stopped = [False] * batch
+
+    def add(self, tokens: Tensor) -> bool:
+        """Add the next token of each sequence. Whether all have stopped. tokens: [B]"""
+        for i, x in enumerate(tokens.tolist()):
+            if not self.stopped[i]:
+                self.ids[i].append(x)
+                self.stopped[i] = x in self.stop
+        return all(self.stopped)
+
+    def finish(self, steps: int, speculation: Speculation | None = None) -> Tokens:
+        """The answers as they are now."""
+        return Tokens(self.ids, ["stop" if x else "length" for x in self.stopped], steps, speculation)
+
+
 def greedy_passes(session: Session, max_new_tokens: int, stop: frozenset[int]) -> Passes[Tokens]:
     """Generate the most likely token until every sequence has stopped or has `max_new_tokens`.
 
@@ -39,23 +66,16 @@ def greedy_passes(session: Session, max_new_tokens: int, stop: frozenset[int]) -
     Raises:
         UserError: max_new_tokens is below 1.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens} must be 1 or more.")
+    answers = Answers(session.batch, max_new_tokens, stop)
     assert session.logits is not None, "prefill first"
-    ids: list[list[int]] = [[] for _ in range(session.batch)]
-    done = [False] * session.batch
     for made in range(1, max_new_tokens + 1):
         token = session.logits.argmax(-1)  # [B]
-        for i, x in enumerate(token.tolist()):
-            if not done[i]:
-                ids[i].append(x)
-                done[i] = x in stop
-        if all(done) or made == max_new_tokens:
+        if answers.add(token) or made == max_new_tokens:
             break
         session.logits = (yield from request(session, token[:, None], Moment.DECODE))[:, -1]
-    return Tokens(ids, ["stop" if x else "length" for x in done], steps=made - 1)
+    return answers.finish(steps=made - 1)
 
 
-def step_logits(session: Session, token: torch.Tensor) -> torch.Tensor:
+def step_logits(session: Session, token: Tensor) -> Tensor:
     """Run one decode step, as a CUDA graph captures it. token: [B, 1]. Returns logits [B, V]."""
     return session.forward(token, Moment.DECODE)[:, -1]

@@ -16,9 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvbench.engine.autoregressive import Tokens
+from kvbench.engine.autoregressive import Answers, Tokens
 from kvbench.engine.session import Session
-from kvbench.errors import UserError
 from kvbench.hf import Forward
 from kvbench.method import Method
 from kvbench.step import Moment, Step
@@ -85,33 +84,21 @@ def speculate(
     Raises:
         UserError: max_new_tokens is below 1.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens {max_new_tokens} must be 1 or more.")
+    answers = Answers(session.batch, max_new_tokens, stop)
     assert session.logits is not None, "prefill first"
     stores = find_stores(session)
     before = sum(store.reloaded for store in stores)
-    ids: list[list[int]] = [[] for _ in range(session.batch)]
-    done = [False] * session.batch
     rounds = drafted = accepted = 0
-
-    def emit(tokens: Tensor) -> bool:
-        """Add one token to each sequence that goes on; whether none does."""
-        for i, x in enumerate(tokens.tolist()):
-            if not done[i]:
-                ids[i].append(x)
-                done[i] = x in stop
-        return all(done)
-
     token, made = session.logits.argmax(-1), 1  # [B]
-    ended = emit(token)
+    ended = answers.add(token)
     while not ended and made < max_new_tokens:
         draft = propose(token, min(length, max_new_tokens - made - 1))  # [B, x]
         logits, steps = verify(session, torch.cat([token[:, None], draft], dim=1))
         choices = logits.argmax(-1)  # [B, x + 1]
         same = (draft == choices[:, :-1]).cumprod(1).sum(1).tolist()
-        count = min(x for x, finished in zip(same, done, strict=True) if not finished)
+        count = min(x for x, finished in zip(same, answers.stopped, strict=True) if not finished)
         for i in range(count + 1):
-            ended = emit(choices[:, i])
+            ended = answers.add(choices[:, i])
             if ended:
                 count = i  # what was accepted after the end of every answer is dropped
                 break
@@ -123,10 +110,7 @@ def speculate(
             store.passes += 1
             store.generated += count + 1
     reloaded = sum(store.reloaded for store in stores) - before
-    return Tokens(
-        ids, ["stop" if x else "length" for x in done], steps=made - 1,
-        speculation=Speculation(rounds, drafted, accepted, reloaded),
-    )
+    return answers.finish(made - 1, Speculation(rounds, drafted, accepted, reloaded))
 
 
 def draft_with(session: Session, drafter: Method, token: Tensor, count: int) -> Tensor:
