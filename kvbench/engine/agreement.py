@@ -75,16 +75,13 @@ def forget() -> None:
     _cached.clear()
 
 
-def force_answer(talk: Session, answer: Sequence[int], *, counts: bool = False) -> Tensor:
-    """Logits that predict each token of an answer, given the tokens before it. [T, V]
-
-    The session does not change; with `counts`, the bytes read count as read for its answer.
-    """
-    return finish(force_answer_passes(talk, answer, counts=counts))
+def force_answer(talk: Session, answer: Sequence[int]) -> Tensor:
+    """Logits that predict each token of an answer, given the tokens before it; the session does not change. [T, V]"""
+    return finish(force_answer_passes(talk, answer))
 
 
 def force_answer_passes(talk: Session, answer: Sequence[int], *, counts: bool = False) -> Passes[Tensor]:
-    """The passes of `force_answer`."""
+    """The passes of `force_answer`. counts: whether the bytes that they read count as read for the session's answer."""
     with talk.fork() as branch:
         logits = (yield from branch.force_passes(answer))[0].float()
         if counts:
