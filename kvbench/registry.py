@@ -55,6 +55,11 @@ class Entry:
     """Literals of the card or class: `family` (the folder), and FACTS."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and its aliases."""
+        return self.name, *self.aliases
+
+    @property
     def models(self) -> str:
         """The kind of model that a method supports."""
         return self.facts.get("models", "autoregressive")
@@ -90,7 +95,7 @@ def list_entries(kind: Kind, part: str = "") -> tuple[Entry, ...]:
         entries.append(Entry(kind, point.name, point.module, point.attr, facts={"family": package}))
     owners: dict[str, Entry] = {}
     for entry in entries:
-        for name in (entry.name, *entry.aliases):
+        for name in entry.names:
             if name in owners:
                 raise UserError(
                     f"two {kind}s are called '{name}': {owners[name].module} and {entry.module}. Rename or remove one."
@@ -132,7 +137,7 @@ def find_task(name: str) -> type[Task]:
 
 def is_registered(kind: Kind, name: str) -> bool:
     """Whether a name, an alias, or each part of a composition of methods is registered."""
-    known = {alias for x in list_entries(kind) for alias in (x.name, *x.aliases)}
+    known = {alias for x in list_entries(kind) for alias in x.names}
     return known.issuperset(name.split("+") if kind == "method" else [name])
 
 
@@ -161,7 +166,7 @@ def find_either(name: str) -> type[Method | Task]:
     """
     if ".py" in name.rpartition("+")[2]:
         return cast("type[Method | Task]", _load_file(name, "method", "task"))
-    tasks = [alias for x in list_entries("task") for alias in (x.name, *x.aliases)]
+    tasks = [alias for x in list_entries("task") for alias in x.names]
     if name in tasks or name.endswith(".toml") or name.startswith("lm-eval:"):
         return find_task(name)
     if "/" in name:
@@ -225,9 +230,9 @@ def _find(kind: Kind, name: str) -> type:
 @functools.cache  # a sweep looks up the names of every cell
 def _find_registered(kind: Kind, name: str) -> type:
     for entry in list_entries(kind, name):
-        if name in (entry.name, *entry.aliases):
+        if name in entry.names:
             return entry.load()
-    names = [x for entry in list_entries(kind) for x in (entry.name, *entry.aliases)]
+    names = [x for entry in list_entries(kind) for x in entry.names]
     raise unknown(kind, name, names, f"See `kvbench list {kind}s`, or give path/to/file.py:Class.")
 
 
@@ -305,7 +310,7 @@ def refuse_taken_name(kind: Kind, name: str, path: Path) -> None:
         UserError: a method, a composition of methods or a task that is registered has the name.
     """
     parts = name.split("+") if kind == "method" else [name]
-    owners = [x for part in parts for x in list_entries(kind, part) if part in (x.name, *x.aliases)]
+    owners = [x for part in parts for x in list_entries(kind, part) if part in x.names]
     if len(owners) == len(parts) and all(x.path is None or x.path.resolve() != path.resolve() for x in owners):
         raise UserError(f"{path} names its {kind} '{name}', which is a {kind} of kvbench. Give it another name.")
 

@@ -187,7 +187,7 @@ def _find(what: str) -> list[dict[str, Any]]:
         ]
     from kvbench.sweep.suite import list_suites  # imports all that runs need
 
-    needs = {y: x.facts["needs"] for x in list_entries("task") if "needs" in x.facts for y in (x.name, *x.aliases)}
+    needs = {y: x.facts["needs"] for x in list_entries("task") if "needs" in x.facts for y in x.names}
     return [
         {"name": x.name, "version": x.version, "tasks": x.tasks, "summary": x.summary,
          "needs": list(dict.fromkeys(part for y in x.tasks if y in needs for part in needs[y].split(", ")))}
@@ -201,7 +201,7 @@ def _describe(name: str) -> dict[str, Any]:
     from kvbench.sweep.suite import find_suite, list_suites
     from kvbench.task import Task
 
-    names = {alias for kind in ("method", "task") for x in list_entries(kind) for alias in (x.name, *x.aliases)}
+    names = {alias for kind in ("method", "task") for x in list_entries(kind) for alias in x.names}
     suites, models = {x.name for x in list_suites()}, [*list_models(), *list_added()]
     if name in suites:
         return _describe_suite(find_suite(name))

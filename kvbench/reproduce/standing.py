@@ -69,7 +69,7 @@ def _judge(
 
 def _find_runs(finished: Iterable[FinishedRun], wanted: set[Request]) -> dict[Request, FinishedRun]:
     """The last run of each request that has one."""
-    names = {alias: x.name for x in list_entries("task") for alias in (x.name, *x.aliases)}
+    names = {alias: x.name for x in list_entries("task") for alias in x.names}
     by_kind: dict[tuple[str, str, str], list[Request]] = {}
     for request in wanted:
         key = request.method, names.get(request.task, request.task), result_id(request.model)

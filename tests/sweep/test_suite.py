@@ -26,7 +26,7 @@ TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 LAST, TOY = f"{TOYS}:Last", f"{TOYS}:Toy"
 NAMES = sorted(x.stem for x in FOLDER.glob("*.toml"))
-NEEDS = {alias: x.facts.get("needs") for x in list_entries("task") for alias in (x.name, *x.aliases)}
+NEEDS = {alias: x.facts.get("needs") for x in list_entries("task") for alias in x.names}
 
 
 @pytest.fixture

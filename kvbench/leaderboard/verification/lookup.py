@@ -193,7 +193,7 @@ def find_known_task(spec: RunSpec) -> Task:
 
 def is_task_known(stated: str) -> bool:
     """Whether this is `TASK`, `TASK:dev` or `TASK:test` of a registered task, under any alias."""
-    return any(_name_task(stated) in (x.name, *x.aliases) for x in list_entries("task"))
+    return any(_name_task(stated) in x.names for x in list_entries("task"))
 
 
 def is_tuned_on_test(stated: str, task: str) -> bool:
@@ -201,7 +201,7 @@ def is_tuned_on_test(stated: str, task: str) -> bool:
     if stated.endswith(":dev"):
         return False
     name = _name_task(stated)
-    return any(name in (x.name, *x.aliases) for x in list_entries("task") if x.name == task) or name == task
+    return any(name in x.names for x in list_entries("task") if x.name == task) or name == task
 
 
 def _name_task(stated: str) -> str:

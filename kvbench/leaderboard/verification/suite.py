@@ -38,7 +38,7 @@ def check_suite(spec: RunSpec) -> Check:
         "method": "full", "length": spec.task.length, "turns": spec.turns, "mode": spec.mode, "samples": spec.samples,
         "split": spec.split,
     }
-    names = [y for x in list_entries("task") if x.name == spec.task.name for y in (x.name, *x.aliases)]
+    names = [y for x in list_entries("task") if x.name == spec.task.name for y in x.names]
     reasons = []
     for task in names:
         try:
