@@ -22,7 +22,7 @@ from kvbench.runs.job import cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line
 from kvbench.runs.lines import score_answer, turn_facts
 from kvbench.runs.spec import RunSpec
-from kvbench.task import Encoded, Example, Mode
+from kvbench.task import Encoded, EncodedTurn, Example, Mode, Turn
 
 LOGPROBS = "logprobs"
 """The only fact of a line that comes from the model; the task determines all others."""
@@ -97,8 +97,6 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
     Raises:
         RefusedError: an answer does not.
     """
-    spec, tokenizer = replay.spec, replay.model.tokenizer
-    stop = set(spec.task.stop)
     for line in lines:
         turn, ids = made[line.index][0].turns[line.turn], made[line.index][1].turns[line.turn]
         where = f"sample {line.index} turn {line.turn}"
@@ -118,31 +116,41 @@ def check_answers(replay: Replay, lines: Sequence[Line], made: Sequence[Made]) -
                 f"{len(ids.answer)} tokens"
             )
         if turn.choices:
-            text = next((x for x, y in zip(turn.choices, ids.choices, strict=True) if y == line.ids), None)
+            _check_choice(line, turn, ids, where)
             generated, reason = 0, "choice"
-            if text != line.prediction or text is None or not _is_most_likely(line, ids.choices):
-                raise RefusedError("answers", f"{where}: its answer is not the choice with the highest log-probability")
-            if (most := max(y for x in line.facts[LOGPROBS] for y in x)) > LOGPROB_ROUNDING:
-                raise RefusedError("answers", f"{where}: a log-probability of {most:g} is above 0")
         else:
-            limit = cap_new_tokens(turn.max_new_tokens, spec.generation)
-            with refusing_errors("answers", f"{where} cannot be decoded"):  # stop tokens are checked below
-                text = str(tokenizer.decode([x for x in line.ids if x not in stop], skip_special_tokens=True))
-            generated = len(line.ids)
-            reason = "stop" if line.ids and line.ids[-1] in stop else "length"
-            if text != line.prediction:
-                raise RefusedError(
-                    "answers", f"{where}: its text {quote(line.prediction)} is not the text of its token ids"
-                )
-            if reason == "length" and generated < limit and spec.model.kind == "autoregressive":
-                raise RefusedError(
-                    "answers", f"{where}: its answer ends after {generated} of {limit} tokens without a stop token"
-                )
-            if generated > limit or stop & set(line.ids[:-1]):
-                raise RefusedError("answers", f"{where}: its answer continues after {limit} tokens or a stop token")
+            generated, reason = len(line.ids), _check_generated(replay, line, turn, where)
         if line.stop_reason != reason or line.tokens is None or line.tokens.generated != generated:
             raise RefusedError("answers", f"{where}: its token counts or its stop reason do not match its answer")
     return ok("answers", f"{len(lines)} answers decode from their token ids")
+
+
+def _check_choice(line: Line, turn: Turn, ids: EncodedTurn, where: str) -> None:
+    """Refuse an answer that is not the most likely choice, and log-probabilities above 0. where: names the line."""
+    text = next((x for x, y in zip(turn.choices, ids.choices, strict=True) if y == line.ids), None)
+    if text != line.prediction or text is None or not _is_most_likely(line, ids.choices):
+        raise RefusedError("answers", f"{where}: its answer is not the choice with the highest log-probability")
+    if (most := max(y for x in line.facts[LOGPROBS] for y in x)) > LOGPROB_ROUNDING:
+        raise RefusedError("answers", f"{where}: a log-probability of {most:g} is above 0")
+
+
+def _check_generated(replay: Replay, line: Line, turn: Turn, where: str) -> str:
+    """Refuse an answer that is not the text of its ids, or has too few or too many of them. Returns its stop reason."""
+    spec, stop = replay.spec, set(replay.spec.task.stop)
+    limit, generated = cap_new_tokens(turn.max_new_tokens, spec.generation), len(line.ids)
+    with refusing_errors("answers", f"{where} cannot be decoded"):  # stop tokens are checked below
+        ids = [x for x in line.ids if x not in stop]
+        text = str(replay.model.tokenizer.decode(ids, skip_special_tokens=True))
+    if text != line.prediction:
+        raise RefusedError("answers", f"{where}: its text {quote(line.prediction)} is not the text of its token ids")
+    reason = "stop" if line.ids and line.ids[-1] in stop else "length"
+    if reason == "length" and generated < limit and spec.model.kind == "autoregressive":
+        raise RefusedError(
+            "answers", f"{where}: its answer ends after {generated} of {limit} tokens without a stop token"
+        )
+    if generated > limit or stop & set(line.ids[:-1]):
+        raise RefusedError("answers", f"{where}: its answer continues after {limit} tokens or a stop token")
+    return reason
 
 
 def check_stop_tokens(replay: Replay, folder: Path) -> None:

@@ -137,7 +137,7 @@ def _check_records(bundle: Bundle, *, own: bool) -> Iterator[Check]:
 
 
 def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
-    """Check answers, scores and bytes with the installed method, task and tokenizer."""
+    """Check the bundle with the installed method, task and tokenizer."""
     spec, result = bundle.spec, bundle.result
     method: Method | None = None
     since: list[str] = []
@@ -182,7 +182,17 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     stand_in = ModelStub(
         spec.model.id, tokenizer, random, result.environment.device_map, size.max_length, size.vocabulary
     )
-    replay = Replay(spec, stub, task, scorer, stand_in, frame)
+    yield from _check_journal(found, bundle, method, Replay(spec, stub, task, scorer, stand_in, frame), folder, own=own)
+
+
+def _check_journal(
+    found: CheckedBundle, bundle: Bundle, method: Method | None, replay: Replay, folder: Path, *, own: bool
+) -> Iterator[Check]:
+    """Check answers, scores and bytes against examples that are made again, and the result against the journal.
+
+    folder: of the model. own: whether the run states the hashes of the verifier's own code.
+    """
+    spec = bundle.spec
     made, check = check_prompts(replay, bundle.lines, remake_examples(replay))
     yield check
     found.references = {(i, turn): ids.answer for i, (_, x) in enumerate(made) for turn, ids in enumerate(x.turns)}
@@ -193,10 +203,10 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     yield check_scores(bundle.lines, again)
     if any(LOGPROBS in x.facts for x in bundle.lines):
         yield flag("logprobs", "its answers depend on log-probabilities in its journal, which only a rerun can check")
-    found.score, checks = check_summary(replay, result, again)
+    found.score, checks = check_summary(replay, bundle.result, again)
     yield from checks
     check_chunks(again, made)
-    yield check_bytes(replay, method, result, again, made, folder)
+    yield check_bytes(replay, method, bundle.result, again, made, folder)
 
 
 def _describe(card: Card, method: Method | None) -> MethodStub:
