@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -162,11 +163,8 @@ def _say_missing(plans: list[ClaimPlan]) -> None:
         say(f"missing for {count} of {len(plans)} numbers: {missing.what}: {missing.why.rstrip('.')}.")
 
 
-def _count(plans: list[ClaimPlan]) -> dict[Missing, int]:
-    found: dict[Missing, int] = {}
-    for missing in (x for plan in plans for x in plan.missing):
-        found[missing] = found.get(missing, 0) + 1
-    return found
+def _count(plans: list[ClaimPlan]) -> Counter[Missing]:
+    return Counter(x for plan in plans for x in plan.missing)
 
 
 def _cells(plans: list[ClaimPlan]) -> list[SweepCell]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -207,8 +208,8 @@ class SAGA(BlockPolicy):
         super().prepare(trace, capacity)
         if self.horizon <= 0:
             raise UserError(f"policy 'saga': horizon {self.horizon} must be above 0.")
-        self.made: dict[str, int] = {}
-        self.reused: dict[str, int] = {}
+        self.made: Counter[str] = Counter()
+        self.reused: Counter[str] = Counter()
         self.open: dict[str, str] = {}
         self.bonus = [0.0] * len(trace.parents)
 
@@ -220,10 +221,10 @@ class SAGA(BlockPolicy):
         """Count a reuse of the session's last tool, and give the prompt's blocks their terms."""
         session, tool = request.session or "", request.tool or "none"
         if (before := self.open.get(session)) is not None:
-            self.reused[before] = self.reused.get(before, 0) + 1
+            self.reused[before] += 1
         self.open[session] = tool
-        self.made[tool] = self.made.get(tool, 0) + 1
-        chance = (self.reused.get(tool, 0) + 1) / (self.made[tool] + 2)
+        self.made[tool] += 1
+        chance = (self.reused[tool] + 1) / (self.made[tool] + 2)
         share = len(request.blocks) / self.capacity if math.isfinite(self.capacity) else 0.0
         for block in request.blocks:
             self.bonus[block] = self.reuse * chance - self.size * share
