@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from kvbench.bench.answer import time_answers
+from kvbench.bench.answer import STEPS, time_answers
 from kvbench.bench.decode import Timed, open_attention, open_steps
 from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.outcome import Failure, attempt
@@ -21,8 +21,6 @@ from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes
 
 T = TypeVar("T")
-STEPS = 128
-"""Decode steps, or calls of the attention, that are timed at least."""
 TRIES = 4
 """Attempts at the largest batch, each with three quarters of the sequences of the one before."""
 OPENERS = {"kernel": ("attention", open_attention), "step": ("step", open_steps)}

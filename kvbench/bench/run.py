@@ -14,6 +14,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
+from kvbench.bench.answer import STEPS
 from kvbench.bench.earlier import (
     check_environment,
     check_identity,
@@ -25,7 +26,6 @@ from kvbench.bench.earlier import (
 from kvbench.bench.forecast import ANCHORS, LATER, State, make_methods
 from kvbench.bench.grid import MAX, describe, run_cells
 from kvbench.bench.job import BenchJob
-from kvbench.bench.measure import STEPS
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
 from kvbench.bench.state import Setting
