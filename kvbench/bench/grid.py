@@ -16,9 +16,7 @@ from kvbench.budget import Budget
 from kvbench.errors import DeviceLostError
 from kvbench.kernels.choice import using
 from kvbench.method import Method
-from kvbench.runs.provenance import hash_own_code
-from kvbench.runs.spec import MethodSpec
-from kvbench.settings import jsonable_settings
+from kvbench.runs.prepare import describe_method
 
 MAX = "max"
 CHECKED_LENGTH = 4096
@@ -92,7 +90,7 @@ def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str)
     for timing in job.timings:
         cells = {
             name: BenchCell(
-                method=describe(job.methods[name]), budget=_name(job.budget_of(name)), timing=timing,
+                method=describe_method(job.methods[name]), budget=_name(job.budget_of(name)), timing=timing,
                 length=length, batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
                 predicted=_predict(job, fitted.get(name), length, batches[name]),
             ) for name in job.methods
@@ -116,15 +114,6 @@ def _foresee(job: BenchJob, method: Method, length: int, batch: int) -> Failure 
     if batch and (job.device.type == "cuda" or peak <= job.memory):
         return None
     return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB available")
-
-
-def describe(method: Method) -> MethodSpec:
-    """The identity of a method; the code of a user's own file is a part of it."""
-    card = method.card
-    return MethodSpec(
-        name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method),
-        code=hash_own_code(type(method)),
-    )
 
 
 def _name(budget: Budget | None) -> str | None:

@@ -24,7 +24,7 @@ from kvbench.bench.earlier import (
     read_earlier,
 )
 from kvbench.bench.forecast import ANCHORS, LATER, State, make_methods
-from kvbench.bench.grid import MAX, describe, run_cells
+from kvbench.bench.grid import MAX, run_cells
 from kvbench.bench.job import BenchJob
 from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
@@ -38,6 +38,7 @@ from kvbench.machine import free_bytes
 from kvbench.method import Method
 from kvbench.runs.environment import find_environment
 from kvbench.runs.files import write_record
+from kvbench.runs.prepare import describe_method
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.schema import exceeds
 from kvbench.runs.spec import Implementation, ModelSpec
@@ -91,7 +92,7 @@ def run_bench(request: BenchRequest) -> Bench:
     where = find_environment(device.type, started=started, seconds=0.0, device_map=model.device_map)
     earlier: list[BenchCell] = []
     if held is not None and request.out is not None:
-        check_identity(request.out, held, ModelSpec.of(model), map(describe, job.methods.values()))
+        check_identity(request.out, held, ModelSpec.of(model), map(describe_method, job.methods.values()))
         if is_finished(held):
             changes = "; ".join(find_changes(held, where))
             other = f" It is of another machine or other code ({changes})." if changes else ""

@@ -14,6 +14,7 @@ from kvbench.machine import cpu_name, find_version
 from kvbench.registry import HERE
 from kvbench.runs.journal import Machine
 from kvbench.runs.results import Environment, Git
+from kvbench.runs.spec import Versions
 
 CODE = ("kvbench", "methods", "tasks", "kernels")
 """Folders of the repository whose uncommitted changes make a run dirty."""
@@ -60,14 +61,20 @@ def find_machine(device: str) -> Machine:
     return Machine(cpu=cpu_name(), gpu=gpu, threads=torch.get_num_threads())
 
 
+def find_versions() -> Versions:
+    """The versions of the packages that compute results, in this process."""
+    import torch
+
+    return Versions(
+        kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
+    )
+
+
 def find_environment(
     device: str, *, started: str, seconds: float, device_map: dict[str, str] | None = None
 ) -> Environment:
     """The environment record of a result. started: ISO time. seconds: of all samples."""
-    import torch
-
     return Environment(
-        python=platform.python_version(), torch=torch.__version__,
-        transformers=find_version("transformers") or "unknown", triton=find_version("triton"), kvbench=__version__,
-        git=find_git(), **find_machine(device).model_dump(), device_map=device_map, started=started, seconds=seconds,
+        python=platform.python_version(), **find_versions().model_dump(), triton=find_version("triton"), git=find_git(),
+        **find_machine(device).model_dump(), device_map=device_map, started=started, seconds=seconds,
     )

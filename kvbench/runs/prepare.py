@@ -7,10 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.log import count, say, say_once
-from kvbench.machine import find_version, free_bytes, ram_bytes
+from kvbench.machine import free_bytes, ram_bytes
+from kvbench.runs.environment import find_versions
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.options import Request
@@ -34,7 +34,6 @@ from kvbench.runs.spec import (
     ModelSpec,
     RunSpec,
     TaskSpec,
-    Versions,
     describe_bound,
 )
 from kvbench.settings import jsonable_settings
@@ -190,17 +189,21 @@ def _check_length(resolved: ResolvedRequest, model: Model) -> None:
     _check_longest(length, model.id, model.max_length)
 
 
-def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:
-    import torch
+def describe_method(method: Method) -> MethodSpec:
+    """The identity of a method with its settings; the code of a user's own file is a part of it."""
+    card = method.card
+    return MethodSpec(
+        name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method),
+        code=hash_own_code(type(method)),
+    )
 
+
+def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:
     request, task, method, protocol = resolved.request, resolved.task, resolved.method, resolved.protocol
-    card, budget = method.card, resolved.budget
+    budget = resolved.budget
     return RunSpec(
         suite=request.suite,
-        method=MethodSpec(
-            name=card.name, version=card.version, family=card.family, settings=jsonable_settings(method),
-            code=hash_own_code(type(method)),
-        ),
+        method=describe_method(method),
         task=TaskSpec(
             name=task.name, version=task.version, suite=task.suite, settings=jsonable_settings(task),
             length=resolved.length, scorer=resolved.scorer.id, dataset_revision=task.dataset_revision,
@@ -215,10 +218,7 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
         chunk=request.chunk,
         kernels=cast("Implementation", request.kernels),
         device=cast("Literal['cpu', 'cuda']", model.device.type), generation=resolved.generation,
-        versions=Versions(
-            kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
-        ),
-        sources=find_sources(type(method), type(task)),
+        versions=find_versions(), sources=find_sources(type(method), type(task)),
     )
 
 

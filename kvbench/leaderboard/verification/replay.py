@@ -10,16 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from kvbench import __version__
 from kvbench.budget import Budget, Shape
 from kvbench.engine.agreement import FullCache
 from kvbench.leaderboard.verification.lookup import predict
 from kvbench.leaderboard.verification.outcome import refusing_errors
-from kvbench.machine import find_version
 from kvbench.method import BudgetKind, Card, Method
+from kvbench.runs.environment import find_versions
 from kvbench.runs.examples import Made, make_examples
 from kvbench.runs.provenance import find_sources
-from kvbench.runs.spec import RunSpec, Sources, Versions
+from kvbench.runs.spec import RunSpec, Sources
 from kvbench.task import Scorer, Task
 from kvbench.text.template import Frame
 
@@ -125,10 +124,4 @@ def _sources(task: type[Task]) -> Sources:
     return find_sources(FullCache, task)
 
 
-@functools.cache
-def _versions() -> Versions:
-    import torch
-
-    return Versions(
-        kvbench=__version__, torch=torch.__version__, transformers=find_version("transformers") or "unknown"
-    )
+_versions = functools.cache(find_versions)
