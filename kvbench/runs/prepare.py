@@ -247,18 +247,13 @@ def _find_weights(bound: Method) -> str | None:
     return getattr(bound, "part", None) if bound.settings.get("weights") else None
 
 
-def _try_first(job: Job, request: Request) -> Job:
-    """Generate the first sample, bind the method, fit the budget, check the model's capacity, and choose the batch.
-
-    On a diffusion model all samples are generated: the denoising settings must fit every answer. So they are where a
-    record of a data set may exceed the model.
+def _check_first_sample(job: Job, example: Example, encoded: Encoded) -> None:
+    """Refuse a first sample without what the protocol or the method needs, and a model whose entries cannot be reused.
 
     Raises:
-        UserError: one of these fails.
+        UserError: with the reason.
     """
     spec = job.spec
-    made = make_examples(job, range(spec.samples))
-    _, example, encoded = next(made)
     if spec.visibility == "hidden" and not encoded.turns[0].first:
         raise UserError(
             f"{spec.task.name} does not separate its question from its context, so the question cannot be hidden. "
@@ -281,6 +276,21 @@ def _try_first(job: Job, request: Request) -> Job:
         from kvbench.engine.reuse import refuse_unfit  # imports torch; requests are checked first
 
         refuse_unfit(job.model)
+
+
+def _try_first(job: Job, request: Request) -> Job:
+    """Generate the first sample, bind the method, fit the budget, check the model's capacity, and choose the batch.
+
+    On a diffusion model all samples are generated: the denoising settings must fit every answer. So they are where a
+    record of a data set may exceed the model.
+
+    Raises:
+        UserError: one of these fails.
+    """
+    spec = job.spec
+    made = make_examples(job, range(spec.samples))
+    _, example, encoded = next(made)
+    _check_first_sample(job, example, encoded)
     if (warning := warn_of_pooling(spec, example, encoded)) is not None:
         say_once(f"warning: {warning}")
     context = len(encoded.context) if spec.visibility == "hidden" else prompt_tokens(encoded)
