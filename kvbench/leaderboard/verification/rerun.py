@@ -67,9 +67,8 @@ def rerun(
         other_scores=tuple(
             OtherScore(index=x.index, turn=x.turn, score=y.score) for x, y in pairs if x.score != y.score
         ),
-        differs=differs, cpu=cpu_name(), gpu=_gpu(job),
+        differs=(*differs, *_list_other_parts(bundle, job)), cpu=cpu_name(), gpu=_gpu(job),
     )
-    found = found.model_copy(update={"differs": (*found.differs, *_list_other_parts(bundle, job))})
     failed = [sum(x.error is not None for x in some) for some in (submitted, lines)]
     sign = 1 if job.scorer.higher_is_better else -1
     checks = [_check_agreement(found, failed, *count_divergences(pairs), _list_score_gains(pairs, sign))]
