@@ -20,7 +20,7 @@ from kvbench.method import Method
 from kvbench.runs.journal import CacheBytes
 
 STEPS = 128
-"""Decode steps of an answer, which no stop token ends; of other timing levels, those that are timed at least."""
+"""Decode steps of an answer, which no stop token ends; other timing levels time at least as many steps."""
 BLOCK = 32
 """Block length of a diffusion model's answer, which is made with one denoising step per token."""
 
