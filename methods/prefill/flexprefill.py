@@ -46,6 +46,9 @@ class FlexPrefill(SparsePrefillMethod):
             ("Columns and diagonals are whole blocks, the fewest that cover `gamma`; the paper's are single ones. The "
             "authors' code takes as many blocks as the tokens that cover it fill, and counts the first block among "
             "them, so that above `least` a single heavy column elsewhere can be lost."),
+            "Pooled blocks are the fewest that cover `gamma`; the authors' code leaves out the last one of these.",
+            ("Diagonals are grouped in blocks from the nearest one on; the authors' code groups them from the most "
+            "distant one, which differs where blocks do not divide the context."),
             ("Blocks of a short context are smaller than 128 tokens, and `least` stays in tokens: more of these blocks "
             "fill it."),
             "A largest number of tokens per head, an option of the authors' code that they do not use, is not there.",

@@ -73,7 +73,9 @@ class MInference(SparsePrefillMethod):
             "context. The authors' are constant."),
             ("Patterns are judged by the attention mass that a sample of queries keeps, on Python's manual; the "
             "authors judge on a retrieval task of 30,000 tokens."),
-            "Diagonals are widened to the blocks that they touch, as in the authors' kernel; columns are single ones.",
+            ("A diagonal is widened to the blocks of a grid that it touches, mostly two. The authors' kernel begins a "
+            "block at the diagonal itself, and so computes down to half as much where diagonals are few. Columns are "
+            "single ones in both."),
             ("Block-sparse computes one block in eight, as in the authors' search, and always the first and the own "
             "one; their kernel computes 100 blocks of every row."),
             "Blocks of a context below 2,048 tokens are smaller than 64 tokens.",

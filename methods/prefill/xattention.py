@@ -43,6 +43,9 @@ class XAttention(SparsePrefillMethod):
         deviations=(
             ("One threshold for all heads. The paper also has thresholds by head, found by dynamic programming on a "
             "calibration set."),
+            ("A row computes the fewest blocks that hold the threshold, the first and the own one included. The "
+            "authors' code computes one more in the rows of its first chunk, which is all of a context up to 16,384 "
+            "tokens: xattn/src/utils.py, line 101, overwrites the mark of the first block."),
             ("Blocks of a context below 4,096 tokens are smaller than 128 tokens, and tiles are no larger than its "
             "blocks."),
         ),
