@@ -87,6 +87,8 @@ class Nosa(ReadingMethod):
             ("Gates start with A = 1 and delta = 0, the authors' with A = 0 and a random delta; both prefer no entry "
             "at first."),
             "Scores are added to logits while decoding, too; the authors' benchmark code does so in the prompt only.",
+            ("The last compressed key averages the one stride that is left, and has a share of the attention over "
+            "compressed keys; the authors' code has keys of two whole strides only."),
             "Entries after the context are always read, in addition to the budget.",
             "Each token of a question chooses its own blocks, as if it were decoded.",
             ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "

@@ -42,6 +42,7 @@ class RetroInfer(ClusterMethod):
             "The budget counts entries, sinks and recent ones included; the authors read 1.8 % of the clusters.",
             ("A cluster that the budget ends in is read in part, and its other entries may be estimated; the authors "
             "read whole clusters."),
+            "The number of estimated clusters is rounded up; the authors' code rounds it.",
             ("Later entries are always read, in addition to the budget; the authors cluster generated tokens whenever "
             "there are 1,024."),
             ("Keys are normalized in k-means, and every key is in a cluster of its own segment. The authors' k-means "
