@@ -72,6 +72,9 @@ class KVShare(ReuseMethod):
             "`as_released` does the same."),
             ("The token whose attention counts is the prompt's last but one. In the released code (" + CODE + ", line "
             "747) it is that of the batch's last prompt, for every prompt of a batch."),
+            ("A token takes the longest common segment around it. Where a text repeats itself, the released code "
+            "(examples/final/libs/edit2.py, line 103) merges fewer overlapping segments, and may take another "
+            "occurrence of the same tokens."),
             "Every earlier prompt of the example is a candidate; sentence embeddings do not choose among them.",
             "Tokens of high deviation are not computed again while decoding, which is an option of the released code.",
             "The last token that is always computed is the prompt's; all that was not taken over is computed, too.",
