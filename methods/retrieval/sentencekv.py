@@ -81,6 +81,8 @@ class SentenceKV(EndsMethod):
             "the queries of the answer count."),
             ("A sentence's mean key leaves out its first and last entries that are always read; the authors' mean has "
             "them."),
+            ("The entry behind the first ones can be chosen. In the authors' code (models/sentencekv/"
+            "custom_llama_sentencekv.py, line 579, > for >=) it cannot."),
         ),
         unverified=("shortest and longest: assumptions.",),
         limits=(
