@@ -10,6 +10,7 @@ import typer
 
 from kvbench.cli.options import Json, Out
 from kvbench.cli.output import echo, print_json
+from kvbench.errors import UserError
 from kvbench.log import count
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def explain_command(
     rerun = find_rerun(mine)
     if rerun.name in notes:
         rows.append((rerun.name, rerun.first, rerun.other, _effect(effects.get(rerun.name)), notes[rerun.name]))
-    rows.append(("total", shorten(mine.folder.name), shorten(theirs.folder.name), _effect(total), ""))
+    paired = "" if total is None else _pairing(total)
+    rows.append(("total", shorten(mine.folder.name), shorten(theirs.folder.name), _effect(total), paired))
     if run and total is not None and effects:
         alone = sum(x.mean for x in effects.values())
         rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "differences not run, and interactions"))
@@ -72,10 +74,15 @@ def _measure(
 
     The new runs use the current code. If that differs from the first run's code, the first run is repeated, and
     effects are measured against the repetition.
+
+    Raises:
+        UserError: `out` holds the first run, or its repetition, computed by other code, so it cannot be repeated there.
     """
     from kvbench.analysis.explain import find_rerun, measure, measure_scorer
     from kvbench.analysis.load import load_run
     from kvbench.cli.sweep import run_cells
+    from kvbench.runs.prepare import prepare
+    from kvbench.runs.runner import find_existing
     from kvbench.sweep.cell import SweepCell
 
     effects, notes = {}, {}
@@ -90,11 +97,22 @@ def _measure(
         notes[name] = "no effect: the same run" if same == rerun.name else f"the same run as {same}"
         del requests[name]
     cells = [SweepCell(i, name, replace(x, out=out), {}) for i, (name, x) in enumerate(requests.items())]
+    if rerun.request is not None:
+        kept = find_existing(prepare(replace(rerun.request, out=out)))
+        if kept is not None and (differing := (*kept.code_changes, *kept.bound_changes)):
+            raise UserError(
+                f"{kept.folder} holds the first run as other code computed it ({'; '.join(differing)}), so it cannot "
+                "be repeated there, and effects would include those of the code. Give the runs by their folders, and "
+                "another --out."
+            )
     reports = dict(zip(requests, run_cells(cells) if cells else [], strict=True))
     base = mine
     for name, report in reports.items():
         if report.folder is None or report.status != "ok":
             notes[name] = f"cannot be run: {report.error}"
+            continue
+        if report.changes:
+            notes[name] = f"not measured: other code computed {report.folder} ({'; '.join(report.changes)})"
             continue
         changed = load_run(report.folder)
         found = measure(base, changed)
@@ -104,8 +122,7 @@ def _measure(
             notes[name] = "no effect: the same run"
         elif found is not None and changed.result.run_id != mine.result.run_id:
             effects[name] = found
-            pairing = f"paired on {count(found.n, 'question')}" if found.n else "different questions, not paired"
-            notes[name] = f"{pairing}; {report.folder.name}"
+            notes[name] = f"{_pairing(found)}; {report.folder.name}"
     return effects, notes
 
 
@@ -117,6 +134,10 @@ def _find_duplicates(requests: dict[str, Request]) -> dict[str, str]:
     first: dict[object, str] = {}
     keys = {name: (describe_run(check(x)), x.model, x.device, x.dtype) for name, x in requests.items()}
     return {name: same for name, key in keys.items() if (same := first.setdefault(key, name)) != name}
+
+
+def _pairing(shift: ScoreShift) -> str:
+    return f"paired on {count(shift.n, 'question')}" if shift.n else "different questions, not paired"
 
 
 def _note(change: Change, *, run: bool) -> str:

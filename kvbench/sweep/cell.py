@@ -75,6 +75,8 @@ class CellReport:
     existing: bool = False
     """True if the run was already finished and only its result was read."""
     result: Result | None = None
+    changes: tuple[str, ...] = ()
+    """How the current code, and what the method finds on the model, differ from those of an existing run."""
 
     @property
     def document(self) -> dict[str, Any]:
@@ -210,8 +212,10 @@ def _run_steps(
     except Exception as error:  # noqa: BLE001  # a bug in a method or task must not stop the other cells
         say(traceback.format_exc())
         return CellReport(cell, "failed", describe_error(error), None if job is None else job.folder)
-    result = outcome.result
-    return CellReport(cell, result.status, result.error, outcome.folder, outcome.existing, result)
+    result, changes = outcome.result, (*outcome.code_changes, *outcome.bound_changes)
+    if changes or (outcome.existing and result.status == "failed"):
+        say(outcome.describe_existing())
+    return CellReport(cell, result.status, result.error, outcome.folder, outcome.existing, result, changes)
 
 
 def _wait_for(folder: Path) -> None:

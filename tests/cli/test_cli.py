@@ -463,6 +463,33 @@ def test_explain_does_not_run_a_request_twice(kvbench, arguments, tmp_path):
     assert "No setting, version or machine differs." in kvbench("explain", runs[0], runs[0], *out).out
 
 
+@pytest.mark.parametrize("stale", [0, 1])
+def test_explain_measures_no_effect_of_other_code(kvbench, arguments, tmp_path, stale):
+    """A run in --out that other code computed is neither the first run again nor the effect of a setting."""
+    arguments[arguments.index("--task") + 1], runs = "kv-short", tmp_path / "runs"
+    ids = [
+        kvbench(*arguments, "--method", "knorm", "--budget", x, "--length", "500", "--samples", "1").json["run_id"]
+        for x in ("25%", "50%")
+    ]
+    path = runs / ids[stale] / "result.json"
+    document = json.loads(path.read_text())
+    document["spec"]["sources"]["harness"] = "0" * 64
+    path.write_text(json.dumps(document))
+    answer = kvbench("explain", ids[0], ids[1], "--run", "--out", runs, "--json")
+    found = answer.json["differences"] if stale else []
+    assert [x["effect"] for x in found] == [None] * len(found)
+    said = answer.err if stale == 0 else found[0]["note"]
+    assert f"{runs / ids[stale]}" in said and "other code computed" in said and "(source of the harness)" in said
+    assert answer.code == (0 if stale else 2)
+
+
+def test_the_total_of_explain_says_what_it_is_over(kvbench, arguments, tmp_path):
+    """Scores of all questions, as `kvbench show` prints them, differ by another number."""
+    ids = [kvbench(*arguments, "--method", LAST, "--samples", n).json["run_id"] for n in (2, 4)]
+    last = next(x for x in kvbench("explain", *ids, "--out", tmp_path / "runs").out.splitlines() if "total" in x)
+    assert "paired on 2" in last
+
+
 def test_the_full_cache_is_the_baseline(kvbench, arguments, tmp_path):
     """Wherever it stands on the command line; without it the first run is."""
     out = ("--out", tmp_path / "runs", "--json")

@@ -361,6 +361,18 @@ def test_a_cell_is_a_run(kvbench, sweep, arguments, tmp_path):
     assert {x: x.read_bytes() for x in (tmp_path / "runs").rglob("*.json*")} == before
 
 
+def test_a_finished_run_of_other_code_is_named(kvbench, sweep):
+    """A sweep that shows its result says which parts of the code differ."""
+    path = sweep(LAST_GRID)
+    assert "other code" not in kvbench("sweep", path).err
+    assert "other code" not in kvbench("sweep", path).err
+    result = next(path.parent.glob("runs/*/result.json"))
+    document = json.loads(result.read_text())
+    document["spec"]["sources"]["harness"] = "0" * 64
+    result.write_text(json.dumps(document))
+    assert "It was computed by other code (source of the harness). Delete the folder" in kvbench("sweep", path).err
+
+
 @pytest.mark.slow
 def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monkeypatch):
     """Six cells of two models load two, in any order of the file."""
