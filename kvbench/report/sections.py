@@ -50,7 +50,7 @@ HEAD = (
     TableCell("run", kind="text"),
 )
 RUN_HEAD = (
-    "run", "settings", "budget", "prefill", "kernels", "kvbench", "torch", "transformers", "commit", "started",
+    "run", "settings", "budget", "kernels", "kvbench", "torch", "transformers", "commit", "started",
     "seconds",
 )
 
@@ -113,12 +113,16 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
     settings = " ".join(f"{key}={value}" for key, value in task.settings.items())
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
     threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
-    machine = f"{where.gpu or where.cpu}, {threads}, {result.latency.timing} timing"
+    machine = ", ".join(filter(None, [where.gpu, where.cpu, threads, f"{result.latency.timing} timing"]))
+    code = "" if task.code is None else f", code {task.code[:12]}"
+    parts = "" if spec.parts is None else f", cut into parts of {spec.parts} tokens"
+    prefill = "the whole prompt at once" if spec.chunk is None else f"{spec.chunk:,} tokens at a time"
     return [
-        ("task", f"{task.name} {task.version} ({task.suite}) {settings}".strip()),
+        ("task", f"{task.name} {task.version} ({task.suite}{code}) {settings}".strip()),
         ("prompts", (
             f"{task.prompt_id}, {task.length:,} tokens, chat template {task.chat_template_sha or 'none'}, "
             f"BOS token from {task.bos}, truncation {task.truncation}, data {task.dataset_revision or 'generated'}"
+            f"{parts}"
         )),
         ("scorer", f"{task.scorer}: {Metric.of(result.score).title}"),
         ("samples", (
@@ -132,7 +136,11 @@ def list_protocol(result: Result) -> list[tuple[str, str]]:
             f"{model.id} ({model.kind}, {model.params:,} parameters, {model.dtype}), files {model.sha256[:12]}, "
             f"tokenizer {model.tokenizer_sha256[:12]}"
         )),
-        ("answers", ", ".join(f"{key}: {json.dumps(value)}" for key, value in generation.items())),
+        ("prefill", f"{prefill}, kernels {spec.kernels}"),
+        ("answers", ", ".join([
+            *(f"{key}: {json.dumps(value)}" for key, value in generation.items()),
+            f"stop tokens: {', '.join(map(str, task.stop))}",
+        ])),
         ("machine", machine if where.device_map is None else f"{machine}, spread as {json.dumps(where.device_map)}"),
     ]
 
@@ -216,7 +224,6 @@ def _describe_run(result: Result) -> list[TableCell]:
     texts = (
         result.run_id, " ".join(f"{key}={value}" for key, value in result.method.settings.items()) or "-",
         f"{result.budget.asked or '-'} {resolved}",
-        "whole" if result.spec.chunk is None else f"{result.spec.chunk:,} tokens at a time",
         " ".join([result.kernels.implementation, *result.kernels.ops]), where.kvbench, where.torch,
         where.transformers, commit, where.started, f"{where.seconds:,.0f}",
     )

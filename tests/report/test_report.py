@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.analysis.columns import flatten
+from kvbench.analysis.compare import PROTOCOL, look, name_protocol
 from kvbench.analysis.load import load_run
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
@@ -38,6 +39,13 @@ LAST = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Last"
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 DRAWN = len(COSTS) - 1
 """Number of costs of an autoregressive model: all but the positions computed."""
+CHANGED = {
+    "mode": "multi-request", "visibility": "visible", "history": "own", "spec.split": "dev", "spec.parts": 64,
+    "spec.chunk": 64, "spec.device": "cuda", "spec.kernels": "triton", "task.settings": {"added": 1}, "task.stop": [7],
+    "task.bos": "template", "task.truncation": "middle",
+    "spec.generation": {"decoding": "greedy", "max_new_tokens": 3}, "environment.device_map": {"": "cpu"},
+}
+"""Other values of protocol fields, where they are not any number or text."""
 HOSTILE = '</script><img src=x onerror=alert(1)>&"\'<!--'
 
 
@@ -190,6 +198,23 @@ def test_groups_of_the_same_line_show_where_they_differ(groups):
     assert titles[0].startswith(f"{plain[0]}; {first.result.spec.samples} contexts")
     assert titles[1].startswith(f"{plain[0]}; {more.spec.samples} contexts")
     assert titles[2] == plain[1]
+
+
+@pytest.mark.parametrize("field", [x for x in PROTOCOL if x != "latency.timing"])  # it has one value
+def test_a_title_names_every_field_that_divides_groups(groups, field):
+    """Two tables with the same heading could not be told apart."""
+    result = groups[0][0].result
+    document = result.model_dump(mode="json")
+    value, (*parents, name) = look(document, field), field.split(".")
+    inner = look(document, ".".join(parents)) if parents else document
+    inner[name] = CHANGED[field] if field in CHANGED else f"x{value}" if value is None or isinstance(value, str) else (
+        not value if isinstance(value, bool) else value + 1
+    )
+    if name in document["spec"] and not parents:
+        document["spec"][name] = inner[name]
+    other = Result.model_validate(document)
+    assert name_protocol(other) != name_protocol(result)
+    assert len(set(name_groups([result, other]))) == 2
 
 
 def test_runs_are_sorted_with_ranks_and_differences(groups):
