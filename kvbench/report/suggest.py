@@ -62,7 +62,7 @@ class Guide:
             )
             for label, some in standings.items()
         ]
-        techniques.sort(key=lambda x: (-x.leads, max(map(_loss, x.standings)), -len(x.standings), x.label))
+        techniques.sort(key=lambda x: (-x.leads, _find_loss(x.standings), -len(x.standings), x.label))
         return Suggestion(question, tuple(judged), tuple(techniques), tuple(self._list_limits(question, judged)))
 
     def judge(self, protocol: ProtocolRuns, axis: Axis, limit: float) -> Judged:
@@ -173,11 +173,16 @@ def _counts(result: Result) -> bool:
     return result.status == "ok" and result.score.mean is not None and not is_full(result) and not trained
 
 
-def _loss(standing: Standing) -> float:
-    """The loss against the full cache, or, without it, the score as a negative number."""
-    score = standing.run.result.score
-    mean = score.mean if standing.difference is None else standing.difference.mean
-    return (mean or 0.0) * (-1 if score.higher_is_better else 1)
+def _find_loss(standings: Sequence[Standing]) -> tuple[bool, float]:
+    """Whether no loss against the full cache is known, and the largest loss or, without any, the worst score."""
+    losses, scores = [], []
+    for x in standings:
+        score = x.run.result.score
+        sign = -1 if score.higher_is_better else 1
+        scores.append(sign * (score.mean or 0.0))
+        if x.difference is not None and x.difference.mean is not None:
+            losses.append(sign * x.difference.mean)
+    return not losses, max(losses or scores)
 
 
 def explain_failing(full: Result) -> str | None:

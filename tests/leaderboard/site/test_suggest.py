@@ -217,6 +217,13 @@ def test_techniques_that_do_not_lead_are_ordered_by_their_largest_loss(full):
     assert list(places(ask(full))) == ["kvzip", "snapkv", "h2o"]
 
 
+def test_a_technique_of_unknown_loss_stands_below_those_of_known_ones(full):
+    """Its score under a protocol without a run of the full cache is not a smaller loss than theirs."""
+    full.add("a", "poor")
+    full.add("b", "bad", method="h2o", edit=hide)
+    assert list(places(ask(full))) == ["snapkv", "h2o"]
+
+
 def test_lower_scores_lead_where_lower_is_better(results):
     """Perplexity, for example."""
     def lower(result, lines):
