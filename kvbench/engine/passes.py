@@ -78,9 +78,9 @@ def merge(parts: Iterator[Passes[T]], width: int) -> Passes[list[T]]:
             if not active:
                 return [results[x] for x in sorted(results)]
             logits = yield [x for _, _, wanted in active for x in wanted]
-            running, start = list(active), 0
-            active.clear()
-            for number, part, wanted in running:
+            start = 0
+            for _ in range(len(active)):  # if a part raises, those after it are still in `active`, and are closed
+                number, part, wanted = active.pop(0)
                 advance(number, part, logits[start : start + len(wanted)])
                 start += len(wanted)
     finally:

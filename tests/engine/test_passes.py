@@ -132,3 +132,24 @@ def test_conversations_are_closed_when_a_pass_raises(monkeypatch):
             finish(merge(talks(session), 5))
         assert len(block._readers) == 1
         assert block._aside == {}
+
+
+@pytest.mark.parametrize("faulty", [0, 1, 2])
+def test_the_other_conversations_are_closed_when_one_raises(faulty):
+    """Those before and after it, while the error and its frames are still there."""
+    closed = []
+
+    def part(number):
+        try:
+            yield [number]
+            if number == faulty:
+                raise ValueError("not this one")
+            yield [number]
+        finally:
+            closed.append(number)
+
+    merged = merge(map(part, range(3)), 3)
+    wanted = next(merged)
+    with pytest.raises(ValueError, match="not this one") as error:
+        merged.send(wanted)
+    assert sorted(closed) == [0, 1, 2], error
