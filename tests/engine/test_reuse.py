@@ -120,6 +120,18 @@ def test_effect_counts_what_was_taken_over():
         assert session.reuse.build_seconds > 0
 
 
+def test_one_layer_that_takes_entries_over_makes_a_prompt_inexact():
+    """The three layers before it compute every token."""
+
+    class Late(ConcatAligned):
+        def run(self, mixed):
+            return mixed.run(mixed.places, narrow=lambda step, kv: mixed.fresh if step.layer == 2 else None)
+
+    with prefilled(Late()) as session:
+        assert [x.reused > 0 for x in session.layers] == [False, False, False, True]
+        assert not session.effect().identity
+
+
 def test_chunks_are_built_once():
     """A second prompt in another order takes them from the store, and no time to build."""
     store = ChunkStore()
@@ -157,6 +169,13 @@ def test_edits_turn_one_prompt_into_the_other(new, edits):
     assert found == wanted
     assert all(before[a : a + n] == wanted[b : b + n] for a, b, n in spans)
     assert sum(n for _, _, n in spans) == len(before) - sum(x.stop - x.start for x in edits)
+
+
+def test_edits_may_meet_each_other_and_both_ends():
+    """The first two of six tokens are replaced, the next one goes, and one comes behind the last."""
+    found, spans = apply_edits(range(6), [Edit(2, 3, ()), Edit(6, 6, (9,)), Edit(0, 2, (7, 8))])
+    assert found == [7, 8, 3, 4, 5, 9]
+    assert spans == [(3, 2, 3)]
 
 
 @pytest.mark.parametrize(("edits", "words"), [
