@@ -14,6 +14,7 @@ import pytest
 
 from kvbench.analysis.compare import (
     PROTOCOL,
+    SCORE_PROTOCOL,
     Regression,
     compare_pair,
     compare_runs,
@@ -38,7 +39,7 @@ from kvbench.runs.journal import Line
 from kvbench.runs.options import Request
 from kvbench.runs.request import ResolvedRequest, check
 from kvbench.runs.results import TASKS, BudgetResult, EffectResult, Output, Result, Score
-from kvbench.runs.spec import RunSpec
+from kvbench.runs.spec import ModelSpec, RunSpec, TaskSpec
 
 CURATED = Path(__file__).parents[2] / "results" / "cpu-2-cores"
 TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
@@ -291,6 +292,21 @@ def test_every_field_of_the_protocol_exists(result):
     for name in PROTOCOL:
         *parents, last = name.split(".")
         assert last in (look(document, ".".join(parents)) if parents else document), name
+
+
+MAY_DIFFER = {
+    "schema_version", "protocol_version", "suite", "task.suite", "method", "budget", "bound", "weights_sha256",
+    "model.id", "model.revision", "model.kind", "model.params", "batch", "chunk", "kernels", "versions", "sources",
+}
+"""Fields of a spec that runs with comparable scores need not share: the method and its budget, names of the same model,
+how passes are run, and provenance."""
+
+
+def test_every_other_field_of_a_spec_is_of_the_protocol():
+    """A field that is missing would let runs of two protocols share a ranking, with the same method and prompts."""
+    fields = RunSpec.model_fields.keys() - {"task", "model"}
+    fields |= {f"task.{x}" for x in TaskSpec.model_fields} | {f"model.{x}" for x in ModelSpec.model_fields}
+    assert fields - {x.removeprefix("spec.") for x in SCORE_PROTOCOL} == MAY_DIFFER
 
 
 def test_methods_and_machines_may_differ_in_score_comparisons(result):
