@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,10 +17,20 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
-from kvbench.runs.journal import CacheBytes, Effect, Line, LosslessLine
-from kvbench.runs.results import Result
+from kvbench.runs.journal import CacheBytes, Effect, Line, LosslessLine, Machine
+from kvbench.runs.results import DiffusionResult, Result
 from kvbench.runs.stats import bootstrap_interval
-from kvbench.runs.summary import _latency, _lossless, score_lines, summarize_bytes, summarize_effect
+from kvbench.runs.summary import (
+    _agreement,
+    _batch,
+    _diffusion,
+    _latency,
+    _lossless,
+    _reuse,
+    score_lines,
+    summarize_bytes,
+    summarize_effect,
+)
 
 SAMPLES, TURNS = 3, 2
 
@@ -247,6 +258,104 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_method():
     assert found.speedup == pytest.approx(6 / 5)
     assert (found.acceptance, found.accepted_per_round, found.tokens_per_round) == (0.75, 3.75, 2.0)
     assert found.reloaded_bytes_per_token == 200 / 16
+
+
+def reused(index: int, first: float, build: float, scale: int, **changes: object) -> Line:
+    """A prompt with this time to its first token, the time to build chunks in it, and counts of this scale."""
+    counts = {"tokens": 100, "computed": 40, "reused": 70, "hits": 1, "misses": 2, "mismatched": 3, "refused": 4,
+              "loaded": 5, "chunk_bytes": 1000, "moved_bytes": 500}
+    times = {"prefill_s": first, "compress_s": 0.0, "ttft_s": first, "decode_s": 1.0, "steps": 1}
+    reuse = {**{name: scale * x for name, x in counts.items()}, "build_s": build}
+    return line(index, 0, **{"times": times, "reuse": reuse, **changes})
+
+
+def test_counts_of_reuse_add_up_and_its_times_are_medians():
+    """Shares are those of all prompts together, and bytes are means of a prompt."""
+    longer = {"tokens": 500, "computed": 110, "reused": 420}  # in place of 200, 80 and 140
+    second = reused(1, 9.0, 1.0, 2)
+    second = second.model_copy(update={"reuse": second.reuse.model_copy(update=longer)})
+    found = _reuse([reused(0, 1.0, 0.25, 1), second, reused(2, 2.25, 0.75, 3), line(2, 1)])
+    assert (found.computed_share, found.reused_share) == (270 / 900, 700 / 900)
+    assert (found.hits, found.misses, found.mismatched, found.refused, found.loaded) == (6, 12, 18, 24, 30)
+    assert (found.chunk_bytes, found.moved_bytes) == (2000, 1000)
+    assert (found.ttft_in_hand_s, found.build_s) == (1.5, 0.75)  # of 0.75, 8 and 1.5 s; of 0.25, 1 and 0.75 s
+
+
+def test_reuse_of_samples_without_a_time_of_their_own_has_counts_alone():
+    """One of them ran on another machine."""
+    machines = ({"cpu": "a", "gpu": None, "threads": x} for x in (1, 2))
+    found = _reuse([reused(i, 1.0, 0.25, 1, machine=x) for i, x in enumerate(machines)])
+    assert (found.hits, found.ttft_in_hand_s, found.build_s) == (2, None, None)
+
+
+def test_batches_are_summed_up_by_the_largest_and_by_all_that_was_compared():
+    """Two runs of the command compared an answer each; the reason is the first one."""
+    batches = [{"size": 3, "tokens": 5, "different": 2}, {"size": 4}, {"size": 1, "alone": "a"},
+               {"size": 1, "alone": "b"}, {"size": 2, "tokens": 7, "different": 0}]
+    found = _batch([line(i, 0, batch=x) for i, x in enumerate(batches)])
+    assert (found.size, found.alone, found.tokens, found.different) == (4, "a", 12, 2)
+    assert (_batch([line(0, 0, batch={"size": 4})]).tokens, _batch(LINES)) == (None, None)
+
+
+def test_a_run_with_a_turn_that_was_not_compared_has_no_agreement():
+    """A mean over the others would be of another set of questions."""
+    whole = [line(i, 0, agreement={"top1": 0.5, "kl": 1.0, "n": 8}) for i in range(2)]
+    assert _agreement(whole).n == 16
+    assert _agreement([*whole, line(2, 0)]) is None
+
+
+def denoised(index: int, seconds: float, baselines: dict[str, object], **cost: object) -> Line:
+    """An answer of a diffusion model."""
+    return line(
+        index, 0, denoising={"baselines": baselines, **cost},
+        times={"prefill_s": None, "compress_s": None, "ttft_s": seconds, "decode_s": seconds, "steps": 1},
+    )
+
+
+DENOISED = [
+    denoised(
+        0, 1.0, {"none": {"score": 1.0, "seconds": 6.0, "nfe": 8, "committed_tokens": 8, "same_tokens": 1.0},
+                 "half-steps": {"score": 0.0, "seconds": 2.0, "nfe": 4, "committed_tokens": 4, "same_tokens": 0.5}},
+        response_length=16, steps=8, block=16, nfe=4, computed_tokens=30.0, sequence_length=40, committed_tokens=6,
+    ),
+    denoised(
+        1, 3.0, {"none": {"score": 0.0, "seconds": 2.0, "nfe": 6, "committed_tokens": 2, "same_tokens": 0.5}},
+        response_length=8, steps=4, block=4, nfe=12, computed_tokens=10.0, sequence_length=60, committed_tokens=2,
+    ),
+]
+"""4 passes over 30 of 40 positions, and 12 over 10 of 60."""
+
+
+def diffuse(lines: list[Line]) -> DiffusionResult:
+    """The result of these answers of a fixed number of steps."""
+    asked = SimpleNamespace(threshold=None, remasking="low-confidence", temperature=0.0)
+    job = SimpleNamespace(spec=SimpleNamespace(generation=SimpleNamespace(denoising=asked)))
+    return _diffusion(job, lines)
+
+
+def test_the_cost_of_a_pass_is_the_mean_over_passes():
+    """Of 880 positions the 16 passes computed 240, which is 140 more than each position once."""
+    found = diffuse(DENOISED)
+    assert (found.steps, found.block, found.response_length, found.committed_tokens) == (6, 10, 12, 4)
+    assert (found.nfe, found.computed_tokens_per_step, found.recomputed_tokens) == (8, 15, 70)
+    assert found.computed_share == 240 / 880
+
+
+def test_a_policy_is_compared_with_the_baselines_that_ran_for_every_answer():
+    """8 seconds of no cache against 4, for 10 tokens; half of the steps ran for one answer alone."""
+    found = diffuse(DENOISED).baselines
+    assert found.keys() == {"none"}
+    plain = found["none"]
+    assert (plain.mean, plain.nfe, plain.same_tokens) == (0.5, 7, 0.75)
+    assert (plain.speedup, plain.tokens_per_s) == (2, 1.25)
+
+
+def test_tokens_per_second_of_two_machines_are_not_mixed():
+    """A speed-up is of two times on one machine each."""
+    machines = ({"cpu": "a", "gpu": None, "threads": x} for x in (1, 2))
+    lines = [x.model_copy(update={"machine": Machine(**y)}) for x, y in zip(DENOISED, machines, strict=True)]
+    plain = diffuse(lines).baselines["none"]
+    assert (plain.speedup, plain.tokens_per_s) == (2, None)
 
 
 def test_a_score_is_the_mean_over_questions():
