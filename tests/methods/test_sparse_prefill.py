@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -183,3 +183,15 @@ def test_a_run_prints_the_share_of_attention_that_was_computed():
     mass = "a sample of queries lost 3.00% of their mass on average, 12.5% at most"
     assert describe_prompt(effect) == [("prompt", f"25.0% of its attention computed; {mass}")]
     assert describe_prompt(effect.model_copy(update={"facts": {}})) == []
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(None, 4 * 30 * 31 // 2), (16, 0)])
+def test_a_sliding_window_layer_stays_exact(make_step, window, pairs):
+    """And counts no pairs, in a model that also has layers with full attention."""
+    generator = torch.Generator().manual_seed(2)
+    query, key = torch.randn(1, 4, 30, 8, generator=generator), torch.randn(1, 2, 30, 8, generator=generator)
+    kv, step = PromptKV(), make_step(query, key, window=window)
+    kv.append(step)
+    found = replace(Neighbors(), block_size=8).attend(kv, step)
+    assert torch.equal(found, kv.attend(step)) is (window is not None)
+    assert kv.pairs == pairs
