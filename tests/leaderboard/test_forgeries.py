@@ -146,6 +146,13 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a full cache of twice its size, which halves the ratio": (
         forge("bytes", full_bytes=lambda x: 2 * x.full_bytes), "a full cache of",
     ),
+    "a full cache of twice its size on a later turn": (
+        lambda x: forge("bytes", full_bytes=lambda y: 2 * y.full_bytes)(x) if x.turn else {}, "turn 1: a full cache of",
+    ),
+    "fewer stored bytes of the context on a later turn": (
+        lambda x: forge("bytes", stored_bytes=lambda y: y.stored_bytes - 8)(x) if x.turn else {},
+        "turn 1: its stored_bytes is",
+    ),
     "a full cache that reads twice as much per step": (
         forge("bytes", full_read_bytes_per_step=lambda x: 2 * x.full_bytes), "its full_read_bytes_per_step is",
     ),

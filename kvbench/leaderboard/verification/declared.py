@@ -67,13 +67,15 @@ def check_bytes(
             "bytes", f"its budget is of kind {quote(result.budget.kind)}, {spec.method.name} has {method.budget_kind}"
         )
     first = [x for x in turns if x.first]
-    shapes = find_shapes(spec, folder, [x.context for x in first])
-    for x in first:
+    shapes = find_shapes(spec, folder, [x.context for x in turns])
+    for x in turns:
         full = shapes[x.context].full_bytes
         if x.bytes.full_bytes != full:
             raise RefusedError(
                 "bytes", f"{x.name}: a full cache of {x.context} tokens has {full} bytes, not {x.bytes.full_bytes}"
             )
+    if spec.model.kind == "autoregressive":
+        _check_later(turns)
     if method is None or spec.model.kind == "diffusion":
         return (flag if method is None else ok)(
             "bytes", f"full-cache bytes match {spec.model.id}; the method's declared bytes are not known"
@@ -122,6 +124,16 @@ def check_bytes(
             "--recompress: the excess was not checked"
         )
     return ok("bytes", f"stored bytes of {len(first)} samples equal those that {spec.method.name} declares")
+
+
+def _check_later(turns: Sequence[AnsweredTurn]) -> None:
+    """Refuse bytes of the context on a later turn that are not those of the first: they are measured once."""
+    first = {x.index: x for x in turns if x.first}
+    for x in turns:
+        for name in () if x.first else ("stored_bytes", "spare_bytes", "host_bytes"):
+            found, before = getattr(x.bytes, name), getattr(first[x.index].bytes, name)
+            if found != before:
+                raise RefusedError("bytes", f"{x.name}: its {name} is {found}, that of turn 0 {before}")
 
 
 def _is_same(stated: object, found: object) -> bool:
