@@ -155,6 +155,21 @@ def test_budgets_and_sliding_models_are_refused():
         Neighbors().fit(None, tiny_model(window=8).shape(30))
 
 
+def test_a_model_with_some_sliding_layers_is_taken():
+    """Its other layers have a part of the prompt's attention to leave out."""
+    shape = tiny_model().shape(30)
+    first, *others = shape.layers
+    mixed = replace(shape, layers=(replace(first, window=8), *others))
+    assert Neighbors().fit(None, mixed) == Neighbors().fit(None, shape)
+
+
+def test_numbers_of_tokens_shrink_with_the_context():
+    """To as large a part of it as of the published length; at least to one, and never above the published number."""
+    method = Neighbors().fit(None, tiny_model().shape(30))
+    assert [method.scaled(x, 300) for x in (50, 1)] == [5, 1]
+    assert method.scaled(50, 10) == 50
+
+
 @pytest.mark.parametrize(("length", "block"), [(1, 1), (63, 1), (120, 2), (2048, 64), (4096, 128), (8192, 128)])
 def test_blocks_of_short_contexts_are_small(length, block):
     """A power of two near a 32nd of the context, and at most the published size."""
@@ -168,6 +183,13 @@ def test_the_fewest_blocks_cover_the_mass():
     assert cover_mass(mass, 0.5, always).tolist() == [True, True, False, False, False]
     assert cover_mass(mass, 0.6, always).tolist() == [True, True, False, True, False]
     assert cover_mass(mass, 1.0, always).all()
+
+
+def test_every_row_covers_a_share_of_its_own_mass():
+    """6 of 10, and 60 of 100 with a marked block of no mass."""
+    mass = torch.tensor([[1.0, 5, 0, 3, 1], [40, 0, 30, 10, 20]])
+    found = cover_mass(mass, 0.6, torch.eye(5, dtype=torch.bool)[:2])
+    assert found.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
 
 
 def test_a_run_prints_the_share_of_attention_that_was_computed():

@@ -260,6 +260,15 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_method():
     assert found.reloaded_bytes_per_token == 200 / 16
 
 
+def test_answers_of_one_token_take_no_round():
+    """Nothing is drafted, and no later token reloads bytes."""
+    drafts = LosslessLine(rounds=0, drafted=0, accepted=0, reloaded_bytes=0, different=0, plain_s=0.0)
+    found = _lossless([sized(i, 0, 50, 80, 100).model_copy(update={"ids": (7,), "lossless": drafts}) for i in range(2)])
+    assert found is not None
+    assert (found.acceptance, found.speedup) == (None, None)
+    assert (found.accepted_per_round, found.tokens_per_round, found.reloaded_bytes_per_token) == (0, 0, 0)
+
+
 def reused(index: int, first: float, build: float, scale: int, **changes: object) -> Line:
     """A prompt with this time to its first token, the time to build chunks in it, and counts of this scale."""
     counts = {"tokens": 100, "computed": 40, "reused": 70, "hits": 1, "misses": 2, "mismatched": 3, "refused": 4,
@@ -396,6 +405,11 @@ def test_what_every_fork_counts_from_0_adds_up_over_the_forks_of_a_context():
     lines = [read(0, entries_dropped=5, pages_read=3), read(1, entries_dropped=5, pages_read=4)]
     assert summarize_effect("read", lines, forks=True).facts == {"entries_dropped": 5, "pages_read": 7}
     assert summarize_effect("read", lines).facts == {"entries_dropped": 5, "pages_read": 4}
+
+
+def test_a_counter_that_is_named_and_missing_adds_nothing():
+    """A journal of another's may name any."""
+    assert summarize_effect("read", [read(0, entries_dropped=5)], forks=True).facts == {"entries_dropped": 5}
 
 
 def test_a_journal_of_before_the_forks_counters_were_named_is_summarized_as_it_was():
