@@ -224,6 +224,13 @@ def test_the_baseline_is_the_full_cache_or_the_named_run():
         find_baseline(runs, "ful")
 
 
+def test_a_run_that_failed_or_has_other_questions_gets_no_verdict():
+    """It is not that its contexts are too few."""
+    others = [run("failed", FULL, status="failed"), run("alien", FULL, prompt="q")]
+    found = compare_runs(run("first", FULL), others)
+    assert [(x.judge(higher_is_better=True), x.too_few, x.within_noise) for x in found] == [("", False, None)] * 2
+
+
 def test_more_runs_need_larger_differences():
     """p-values are adjusted over the runs that are compared with the first; failed runs do not count."""
     asked = [(i, 0) for i in range(20)]
