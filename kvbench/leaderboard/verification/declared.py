@@ -130,7 +130,9 @@ def _check_later(turns: Sequence[AnsweredTurn]) -> None:
     """Refuse bytes of the context on a later turn that are not those of the first: they are measured once."""
     first = {x.index: x for x in turns if x.first}
     for x in turns:
-        for name in () if x.first else ("stored_bytes", "spare_bytes", "host_bytes"):
+        if x.index not in first:
+            raise RefusedError("bytes", f"{x.name} has bytes, and turn 0 of its sample has none")
+        for name in ("stored_bytes", "spare_bytes", "host_bytes"):
             found, before = getattr(x.bytes, name), getattr(first[x.index].bytes, name)
             if found != before:
                 raise RefusedError("bytes", f"{x.name}: its {name} is {found}, that of turn 0 {before}")
