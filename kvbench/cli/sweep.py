@@ -117,10 +117,10 @@ def _print(reports: list[CellReport]) -> None:
     for report in reports:
         result = report.result
         stored = "-" if result is None else format_share(stored_share(result))
-        where = "-" if report.folder is None else shorten(report.folder.name)
+        where = None if report.folder is None else shorten(report.folder.name)
         rows.append([
             report.cell.name, report.status, "-" if result is None else format_score(result), stored,
-            where if report.error is None else f"{where}: {report.error}",
+            ": ".join(filter(None, [where, report.error])),
         ])
     print_table("", ("cell", "", "score", "stored", "run"), rows)
 
@@ -139,11 +139,12 @@ def show_prediction(cells: list[SweepCell], workers: int, *, share: bool = False
         rows.append([x.cell.name, str(x.missing), shown if x.error is None else f"FAILS: {x.error}"])
     print_table("", ("cell", "samples to run", "predicted"), rows)
     seconds = sum(x.seconds or 0.0 for x in found)
-    missing = count(sum(x.missing for x in found), "sample")
+    failing = sum(x.error is not None for x in found)
+    total = count(len(found), "cell") + (f", {failing} of them failing" if failing else "")
+    missing = count(sum(x.missing for x in found if x.error is None), "sample")
     echo(
-        f"{count(len(found), 'cell')}, {missing} to run; predicted time {seconds / workers:.0f} s with "
-        f"{count(workers, 'worker')} (measured with the full cache on this machine"
-        f"{', each method with its own prefill' if share else ''})."
+        f"{total}, {missing} to run; predicted time {seconds / workers:.0f} s with {count(workers, 'worker')} "
+        f"(measured with the full cache on this machine{', each method with its own prefill' if share else ''})."
     )
     if as_json:
         print_json([

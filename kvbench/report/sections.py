@@ -36,8 +36,8 @@ read per decode step, each as a share of the full cache at that moment; distinct
 heads read.</li>
 <li>Strict: the score if the first value named counts. Cut: answers that the length limit ended.</li>
 <li>Charts: the solid line joins the results that no other beats in both score and size (or time), the dashed line is
-the full cache, and the dotted line is the method random, if it was run. Click a family in a legend to show only that
-family.</li>
+the full cache (for a diffusion model, decoding without a cache), and the dotted line is the method random, if it was
+run. Click a family in a legend to show only that family.</li>
 </ul>
 """
 HEAD = (

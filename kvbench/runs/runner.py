@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.errors import InterruptionError, UserError
 from kvbench.kernels.choice import using
-from kvbench.log import say
+from kvbench.log import count, say
 from kvbench.runs.batch import count_contexts, run_batch, run_one
 from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
@@ -179,9 +179,9 @@ def _run_missing(
             if progress is not None:
                 progress.advance(len(journal.finished))
     finally:
-        for error, count in failures.items():
-            if count > 1:
-                say(f"{count - 1} more samples failed alike: {error}")
+        for error, times in failures.items():
+            if times > 1:
+                say(f"{count(times - 1, 'more sample')} failed alike: {error}")
 
 
 def _log_failure(folder: Path, index: int, error: str, trace: str, failures: Counter[str]) -> None:

@@ -59,7 +59,7 @@ class SweepCell:
         x = self.request
         return (
             *self.model_key, x.task, x.task_settings, x.template, x.split, x.seed, x.length, x.turns, x.mode,
-            x.visibility, x.chunk, x.kernels,
+            x.visibility, x.parts, x.chunk, x.kernels,
         )
 
 

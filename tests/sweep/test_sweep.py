@@ -429,7 +429,7 @@ def test_a_dry_run_predicts_and_writes_nothing(kvbench, sweep, tmp_path):
     path = sweep(f'{LAST_GRID}budget = ["10%", "25%"]\nlength = [60, 513]\n')
     answer = kvbench("sweep", path, "--dry-run", "--json")
     assert answer.code == 1
-    assert "4 cells, 16 samples to run; predicted" in answer.out
+    assert "4 cells, 2 of them failing, 8 samples to run; predicted" in answer.out
     assert "each method with its own prefill" not in answer.out
     assert not (tmp_path / "runs").exists()
     assert [x["error"] is None for x in answer.json] == [True, False, True, False]
@@ -479,6 +479,7 @@ def test_a_dry_run_reports_a_full_cache_that_fails(kvbench, sweep, monkeypatch):
     (cell,) = answer.json
     assert cell["error"] == "a sample with the full cache failed: ZeroDivisionError: division by zero"
     assert (cell["missing"], cell["predicted_s"]) == (4, None)
+    assert "1 cell, 1 of them failing, 0 samples to run; predicted time 0 s" in answer.out
 
 
 def test_cells_give_a_common_warning_once(kvbench, tmp_path):
