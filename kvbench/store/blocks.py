@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol
 
 from torch import Tensor
 
 from kvbench.store.entries import Buffer, storage_bytes, unused_bytes
+
+
+class EntryBlock(Protocol):
+    """Entries in a form of their own, which belong to a layer's store."""
+
+    def fork(self) -> EntryBlock:
+        """An independent copy, which may share entries."""
+
+    def close(self) -> None:
+        """Free the entries."""
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that it keeps alive."""
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no entry yet."""
 
 
 class AppendedBlock:

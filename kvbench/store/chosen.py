@@ -16,7 +16,6 @@ from kvbench.store.blocks import AppendedBlock
 from kvbench.store.facts import Fact
 from kvbench.store.file import FileEntries
 from kvbench.store.host import HostEntries, host_fact
-from kvbench.store.layer import LayerKV
 from kvbench.store.selective import SelectiveKV
 
 Tier = Literal["device", "host", "file"]
@@ -28,6 +27,7 @@ Weigh = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class ChosenKV(SelectiveKV):
     """Every entry in one block. Once the context is indexed, a query reads the index and the entries marked for it."""
 
+    blocks: ClassVar[tuple[str, ...]] = ("codes",)
     proof: ClassVar[str | None] = "entries_skipped"
     index: dict[str, Tensor] = field(default_factory=dict, init=False)
     """Made at the end of the context and never written again: forks share it."""
@@ -75,13 +75,6 @@ class ChosenKV(SelectiveKV):
         super().reserve(tokens, forward)
         if self.codes is not None:
             self.codes.reserve(tokens)
-
-    def fork(self) -> LayerKV:
-        """An independent copy with its own counters. The index is shared like entries."""
-        other = super().fork()
-        assert isinstance(other, ChosenKV)
-        other.codes = None if self.codes is None else self.codes.fork()
-        return other
 
     def attend_each(self, step: Step, read: Callable[[Step, int], Partial]) -> Tensor:
         """Attention of the new tokens, one after the other. [B, H_q, T, D_v]
@@ -172,18 +165,10 @@ class ChosenKV(SelectiveKV):
         """Free the entries and the index."""
         super().close()
         self.index, self.tier = {}, None
-        if self.codes is not None:
-            self.codes.close()
-            self.codes = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
-        codes = [] if self.codes is None else self.codes.tensors()
-        return [*super().tensors(), *self.index.values(), *codes]
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no entry and no part of the index yet."""
-        return super().spare_bytes() + (0 if self.codes is None else self.codes.spare_bytes())
+        return [*super().tensors(), *self.index.values()]
 
     def host_tensors(self) -> list[Tensor]:
         """The entries of the context, if they are on the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class HierarchicalKV(LayerKV):
     bounded: bool = True
     group: int = 32
 
+    blocks: ClassVar[tuple[str, ...]] = ("tokens", "groups")
     tokens: AppendedBlock | None = field(default=None, init=False)
     """By entry: both halves of keys and values, and the parameters of values."""
     groups: AppendedBlock | None = field(default=None, init=False)
@@ -121,32 +123,6 @@ class HierarchicalKV(LayerKV):
             held = self.tokens.held()
             lower = held["key_lower"].nbytes + held["value_lower"].nbytes
         return self.nbytes() - self.spare_bytes() - lower
-
-    def fork(self) -> LayerKV:
-        """A copy that shares the codes."""
-        other = super().fork()
-        assert isinstance(other, HierarchicalKV)
-        other.tokens = None if self.tokens is None else self.tokens.fork()
-        other.groups = None if self.groups is None else self.groups.fork()
-        return other
-
-    def close(self) -> None:
-        """Free codes and exact entries."""
-        super().close()
-        for block in self._blocks():
-            block.close()
-        self.tokens = self.groups = None
-
-    def _blocks(self) -> list[AppendedBlock]:
-        return [x for x in (self.tokens, self.groups) if x is not None]
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of codes and exact entries."""
-        return super().tensors() + [x for block in self._blocks() for x in block.tensors()]
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no entry yet."""
-        return super().spare_bytes() + sum(block.spare_bytes() for block in self._blocks())
 
     def entries_kept(self) -> list[int]:
         """Entries of each (batch, KV head)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.step import Step
+from kvbench.store.blocks import EntryBlock
 from kvbench.store.dense import DenseKV
 from kvbench.store.entries import FlatEntries, gather, gather_many, match_holes, scatter, storage_bytes
 from kvbench.store.facts import Fact
@@ -36,6 +37,9 @@ class LayerKV(DenseKV):
     """
 
     ragged: bool = False
+
+    blocks: ClassVar[tuple[str, ...]] = ()
+    """Fields with a block of entries in another form, or None: forked, freed and counted with the layer's entries."""
 
     dropped: int = field(default=0, init=False)
     """Entries evicted so far, over all heads: shown by the effect check."""
@@ -178,14 +182,17 @@ class LayerKV(DenseKV):
         other = copy.copy(self)
         other.state = {name: x.clone() for name, x in self.state.items()}
         if self._buffer is None:
-            return other
-        if self.bounded or self.column_sums or self.entry_state or self.length is not None:
+            pass
+        elif self.bounded or self.column_sums or self.entry_state or self.length is not None:
             other.length = None
             other._replace(self._held(), self._buffer.capacity)  # the same class
             if self.length is not None:
                 other.make_static()
         else:
             self._buffer.join(other)
+        for name, block in self._list_blocks():
+            if getattr(other, name) is block:  # else the copy of the entries has made its own
+                setattr(other, name, block.fork())
         return other
 
     def close(self) -> None:
@@ -194,6 +201,9 @@ class LayerKV(DenseKV):
             self._block.leave(self)
         self._block = self.frozen = self.recent_queries = None
         self.state = {}
+        for name, block in self._list_blocks():
+            block.close()
+            setattr(self, name, None)
 
     def make_static(self) -> None:
         """From now on every step has the same shapes: the length lives on the device, masks do the rest.
@@ -223,7 +233,15 @@ class LayerKV(DenseKV):
         held = list(self._buffer.tensors.values()) if self._buffer is not None else []
         held += self.frozen.tensors() if self.frozen is not None else []
         held += [self.recent_queries] if self.recent_queries is not None else []
+        held += [x for _, block in self._list_blocks() for x in block.tensors()]
         return held + list(self.state.values())
+
+    def spare_bytes(self) -> int:
+        """Bytes that hold no entry yet."""
+        return super().spare_bytes() + sum(block.spare_bytes() for _, block in self._list_blocks())
+
+    def _list_blocks(self) -> list[tuple[str, EntryBlock]]:
+        return [(name, block) for name in self.blocks if (block := getattr(self, name)) is not None]
 
     def nbytes(self) -> int:
         """Bytes of all storages."""

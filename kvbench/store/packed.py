@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -178,6 +178,7 @@ class PackedKV(LayerKV):
 
     packing: Packing | None = None
 
+    blocks: ClassVar[tuple[str, ...]] = ("packed",)
     packed: PackedBlock | None = field(default=None, init=False)
 
     def bytes_for(self, layer: LayerShape, shape: Shape, entries: int) -> int:
@@ -238,28 +239,6 @@ class PackedKV(LayerKV):
             softcap=step.softcap,
         )
         return merge_partials(parts, step.sinks).to(step.query.dtype)
-
-    def fork(self) -> LayerKV:
-        """An independent copy: codes are shared."""
-        other = super().fork()
-        assert isinstance(other, PackedKV)
-        other.packed = None if self.packed is None else self.packed.fork()
-        return other
-
-    def close(self) -> None:
-        """Free the entries."""
-        super().close()
-        if self.packed is not None:
-            self.packed.close()
-            self.packed = None
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that the layer keeps alive."""
-        return super().tensors() + ([] if self.packed is None else self.packed.tensors())
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no entry."""
-        return super().spare_bytes() if self.packed is None else self.packed.spare_bytes()
 
     def entries_kept(self) -> list[int]:
         """Entries held by each (batch, KV head)."""

@@ -31,6 +31,7 @@ class PagedKV(SelectiveKV):
     choosing: bool = True
     """Whether pages are chosen by bounds of this layer; otherwise by another layer's, and it stores none."""
 
+    blocks: ClassVar[tuple[str, ...]] = ("_bounds",)
     proof: ClassVar[str | None] = "pages_skipped"
     distinct: Tensor | None = field(default=None, init=False)
     """Pages read, those that heads of a group share once; on the device, so that no step waits for it. []"""
@@ -178,8 +179,6 @@ class PagedKV(SelectiveKV):
         """An independent copy with its own counters. Bounds are shared like entries."""
         other = super().fork()
         assert isinstance(other, PagedKV)
-        if self._bounds is not None and other._bounds is self._bounds:  # noqa: SLF001  # the same class
-            other._bounds = self._bounds.fork()  # noqa: SLF001
         other.distinct = None if self.distinct is None else torch.zeros_like(self.distinct)
         return other
 
@@ -195,18 +194,6 @@ class PagedKV(SelectiveKV):
         distinct = {} if self.distinct is None else {"pages_distinct": Fact(int(self.distinct), restarts=True)}
         return {**super().facts(), **distinct}
 
-    def close(self) -> None:
-        """Free the entries and the bounds."""
-        super().close()
-        if self._bounds is not None:
-            self._bounds.close()
-            self._bounds = None
-
     def tensors(self) -> list[Tensor]:
         """Every tensor that the layer keeps alive."""
-        bounds = [] if self._bounds is None else self._bounds.tensors()
-        return [*super().tensors(), *bounds, *([] if self.distinct is None else [self.distinct])]
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no entry and no page's bounds yet."""
-        return super().spare_bytes() + (0 if self._bounds is None else self._bounds.spare_bytes())
+        return [*super().tensors(), *([] if self.distinct is None else [self.distinct])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,7 @@ class SparseKV(LayerKV):
     recent: int = 0
     """Last entries that stay whole; later entries are pruned in blocks of as many, at least one."""
 
+    blocks: ClassVar[tuple[str, ...]] = ("sparse",)
     sparse: AppendedBlock | None = field(default=None, init=False)
     """Bitmaps and kept elements. [B, H_kv, n, words] int32 and [B, H_kv, n, kept]"""
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
@@ -112,28 +114,6 @@ class SparseKV(LayerKV):
         """As of any store; pruned entries stay, and a window masks those before it."""
         if self.sparse is None:
             super().keep_last(entries)
-
-    def fork(self) -> LayerKV:
-        """An independent copy that shares the sparse entries."""
-        other = super().fork()
-        assert isinstance(other, SparseKV)
-        other.sparse = None if self.sparse is None else self.sparse.fork()
-        return other
-
-    def close(self) -> None:
-        """Free the entries."""
-        super().close()
-        if self.sparse is not None:
-            self.sparse.close()
-            self.sparse = None
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that the layer keeps alive."""
-        return super().tensors() + ([] if self.sparse is None else self.sparse.tensors())
-
-    def spare_bytes(self) -> int:
-        """Bytes that hold no entry yet."""
-        return super().spare_bytes() + (0 if self.sparse is None else self.sparse.spare_bytes())
 
     def entries_kept(self) -> list[int]:
         """Entries held by each (batch, KV head)."""

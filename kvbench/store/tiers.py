@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class TieredKV(LayerKV):
     share: float = 1.0
     """Of the entries to come, how many the high tier grows by."""
 
+    blocks: ClassVar[tuple[str, ...]] = ("demoted",)
     demoted: AppendedBlock | None = field(default=None, init=False)
     _widths: tuple[int, int] = field(default=(0, 0), init=False)
 
@@ -211,29 +212,6 @@ class TieredKV(LayerKV):
         super().reserve(tokens, forward + math.ceil(self.share * tokens))
         if self.demoted is not None:
             self.demoted.reserve(tokens)
-
-    def fork(self) -> LayerKV:
-        """An independent copy: slots are copied, codes are shared."""
-        other = super().fork()
-        assert isinstance(other, TieredKV)
-        if self.demoted is not None:
-            other.demoted = self.demoted.fork()
-        return other
-
-    def close(self) -> None:
-        """Free the entries of both tiers."""
-        super().close()
-        if self.demoted is not None:
-            self.demoted.close()
-            self.demoted = None
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of both tiers."""
-        return super().tensors() + (self.demoted.tensors() if self.demoted is not None else [])
-
-    def spare_bytes(self) -> int:
-        """Bytes of both tiers that hold no entry yet."""
-        return super().spare_bytes() + (self.demoted.spare_bytes() if self.demoted is not None else 0)
 
     def entries_kept(self) -> list[int]:
         """Entries of both tiers."""
