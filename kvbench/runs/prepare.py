@@ -222,7 +222,7 @@ def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunS
     )
 
 
-def _measure(job: Job, example: Example, encoded: Encoded) -> int:
+def _find_most_tokens(job: Job, example: Example, encoded: Encoded) -> int:
     """The most tokens that a conversation on an autoregressive model can have."""
     most = [cap_new_tokens(x.max_new_tokens, job.spec.generation) for x in example.turns]
     return find_capacity(encoded, job.spec, most, compares=job.compares)
@@ -237,7 +237,7 @@ def _may_exceed(job: Job) -> bool:
     for outline in outlines:
         encoded = encode(job.task, outline, tokenizer, job.frame)
         context = spec.task.length - outline.turns[0].max_new_tokens - prompt_tokens(encoded)
-        if context + _measure(job, outline, encoded) > job.model.max_length:
+        if context + _find_most_tokens(job, outline, encoded) > job.model.max_length:
             return True
     return False
 
@@ -297,9 +297,9 @@ def _try_first(job: Job, request: Request) -> Job:
     bound = job.method.bind(job.model)  # some budgets are resolved per head
     fitted = bound.fit(job.budget, job.model.shape(context))
     if job.model.masking is None:
-        capacity = _measure(job, example, encoded)
+        capacity = _find_most_tokens(job, example, encoded)
         if _may_exceed(job):
-            check_capacity(job, max([capacity, *(_measure(job, one, ids) for _, one, ids in made)]))
+            check_capacity(job, max([capacity, *(_find_most_tokens(job, one, ids) for _, one, ids in made)]))
     else:
         from kvbench.diffusion.sample import plan_turn  # imports torch; requests are checked first
 

@@ -48,6 +48,9 @@ class HeadMethod(Method):
     """Entries per streaming head of a full-attention layer."""
 
     stepwise: ClassVar[bool] = True
+    recompressible: ClassVar[str | None] = "streaming heads are already trimmed after every forward pass."
+    compensate: ClassVar[bool] = False
+    """Whether streaming heads keep the mean of their dropped entries."""
 
     @abstractmethod
     def rank(self, model: Model) -> tuple[Head, ...]:
@@ -68,10 +71,6 @@ class HeadMethod(Method):
     def sinks_in(self, entries: int) -> int:
         """First entries that a streaming head of this many entries keeps; at least one entry is a recent one."""
         return min(self.sinks, entries - 1)
-
-    recompressible: ClassVar[str | None] = "streaming heads are already trimmed after every forward pass."
-    compensate: ClassVar[bool] = False
-    """Whether streaming heads keep the mean of their dropped entries."""
 
     def bind(self, model: Model) -> Self:
         """Rank the model's heads."""
