@@ -129,7 +129,7 @@ def check_bytes(
 def _check_later(turns: Sequence[AnsweredTurn]) -> None:
     """Refuse bytes of the context on a later turn that are not those of the first: they are measured once."""
     first = {x.index: x for x in turns if x.first}
-    for x in turns:
+    for x in (x for x in turns if not x.first):
         if x.index not in first:
             raise RefusedError("bytes", f"{x.name} has bytes, and turn 0 of its sample has none")
         for name in ("stored_bytes", "spare_bytes", "host_bytes"):
