@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Run SnapKV on the needle task with the bundled model, under 90 s
 	$(ONE_THREAD) $(BIN)/kvbench run --method snapkv --task niah
 
-test: $(STAMP) ## Run the fast tests, in less than three minutes: every method, task, kernel operation and command once
+test: $(STAMP) ## Run the fast tests, in about four minutes: every method, task, kernel operation and command once
 	$(ONE_THREAD) $(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-slow: $(STAMP) ## Run the tests that `make test` leaves out, or with MINUTES=8 as many as fit
