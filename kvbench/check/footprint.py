@@ -134,13 +134,16 @@ def _find_left(method: Method) -> list[str]:
         gc.collect()
         return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
 
+    frozen = gc.get_freeze_count()
+    gc.collect()
     gc.freeze()  # objects of before need no visit: a process may keep a million
     try:
         before = run()
         known = {id(x) for x in before}
         new = [x for x in run() if id(x) not in known]
     finally:
-        gc.unfreeze()
+        if not frozen:  # else collector.py has frozen those of start-up, which would be searched again from now on
+            gc.unfreeze()
     return [f"{list(x.shape)} {x.dtype}".replace("torch.", "") for x in new if x.untyped_storage().nbytes() >= LENGTH]
 
 
