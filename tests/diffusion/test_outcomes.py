@@ -66,7 +66,7 @@ def test_a_sample_that_raises_is_failed_and_no_zero(kvbench, arguments, tmp_path
     assert (result["status"], result["n_failed"], result["score"]["mean"]) == ("failed", 1, None)
     assert result["score"]["partial_mean"] is not None
     lines = [x for x in read_lines(tmp_path / "runs") if x["index"] == 0]
-    assert [x["error"] for x in lines] == [None, "ValueError: a bug"]
+    assert [x["error"] for x in lines] == [None, "ValueError: a bug (toys.py, line 116)"]
     assert "second line" in next((tmp_path / "runs").glob("*/errors.log")).read_text()
 
 

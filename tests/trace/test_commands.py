@@ -51,8 +51,8 @@ def test_an_infinite_tier_is_null_in_json(kvbench):
 @pytest.mark.few(9)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "--policy", "lur"], "unknown policy 'lur'. Did you mean 'lru'?"),
-    (["run", "--blocks", "-5"], "capacity -5.0 must be 0 or more"),
-    (["run", "--blocks", "nan"], "capacity nan must be 0 or more"),
+    (["run", "--blocks", "-5"], "--blocks -5.0 must be 0 or more"),
+    (["run", "--blocks", "nan"], "--blocks nan must be 0 or more"),
     (["run", "--blocks", "0"], "--blocks '0' is less than one block of this trace"),
     (["run", "--blocks", "0.001%"], "--blocks '0.001%' is less than one block of this trace"),
     (["run", "--blocks", "2.5"], "must be a whole number of blocks"),

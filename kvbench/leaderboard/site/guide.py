@@ -102,7 +102,7 @@ class FrontPage:
     columns = COLUMNS
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = [x for x in groups if any(row.listed.counted for row in x.rows)]
+        self.groups = [x for x in groups if any(row.listed.counted and row not in x.anchors for row in x.rows)]
         self.guide = Guide(_make_protocol(x) for x in self.groups)
         self.examples = {x.key: x.example for x in self.guide.protocols}
         examples = list(self.examples.values())
@@ -167,7 +167,7 @@ class FrontPage:
             f"{m}.{limit}.{turns}.{task}": table.write(answer)
             for m, limit, turns, task, answer in self._answer_all()
         }
-        document = {"texts": list(table.texts), "runs": table.runs, "answers": answers}
+        document = {"texts": list(table.texts), "fields": table.fields, "runs": table.runs, "answers": answers}
         text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
         return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))  # noqa: S704  # no tag can end it
 
@@ -192,6 +192,7 @@ class _Table:
         self.sanitize, self.pages = sanitize, pages
         self.names = {id(row.listed.run): row.listed.name for group in groups for row in group.rows}
         self.texts: dict[str, int] = {}
+        self.fields: list[str] = []
         self.runs: list[list[Any]] = []
         self._known: dict[int, int] = {}
 
@@ -224,7 +225,8 @@ class _Table:
             described = describe_standing(standing)
             texts = {**described, "page": f"runs/{self.names[id(standing.run)]}/index.html",
                      "group": f"protocols/{standing.protocol.key}.html"}
-            self.runs.append([{name: self._text(x) for name, x in texts.items()}, _draw_interval(standing)])
+            self.fields = list(texts)
+            self.runs.append([[self._text(x) for x in texts.values()], _draw_interval(standing)])
         return self._known[key]
 
     def _text(self, text: str) -> int:

@@ -119,7 +119,8 @@ function showTechnique(technique) {
   part.querySelector("a").href = text(technique.page);
   const body = part.querySelector("tbody");
   technique.runs.forEach((number, i) => {
-    const [fields, interval] = data.runs[number];
+    const [values, interval] = data.runs[number];
+    const fields = Object.fromEntries(data.fields.map((name, j) => [name, values[j]]));
     const line = $("evidence").content.cloneNode(true);
     fill(line, fields);
     line.querySelector("[data-field=protocol]").href = text(fields.group);
