@@ -115,17 +115,25 @@ def load_runs(texts: Sequence[str], out: Path = RUNS) -> list[FinishedRun]:
 def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRun]:
     """Runs that `find_runs` found for texts. A damaged one is left out with a warning if a folder around it was given.
 
+    Of copies of one run in several folders, the first is loaded: a table would count the others as further runs.
+
     Raises:
         UserError: a run is damaged that was given itself, or all are.
     """
-    found = []
+    found: list[FinishedRun] = []
     for folder in folders:
         try:
-            found.append(load_run(folder))
+            run = load_run(folder)
         except UserError as error:
             if not any(Path(x) in folder.parents for x in texts):
                 raise
             say(f"warning: skipped: {error}")
+            continue
+        original = next((x for x in found if x.result.run_id == run.result.run_id and x.result == run.result), None)
+        if original is None:
+            found.append(run)
+        else:
+            say(f"{folder}: skipped, a copy of {original.folder}.")
     if not found:
         raise UserError(f"no run of {', '.join(texts)} can be read.")
     return found

@@ -557,6 +557,18 @@ def test_a_score_that_is_too_large_to_add_is_refused(tmp_path, capsys):
     assert "line 1 is broken and skipped: score" in capsys.readouterr().err
 
 
+def test_a_copy_of_a_run_counts_once_and_its_repetition_counts(tmp_path, capsys):
+    """A table holds a run once, whatever folders it lies in; the same spec run again is another run."""
+    source = next(CURATED.glob("snapkv-niah*"))
+    for name in ("a", "b", "c"):
+        shutil.copytree(source, tmp_path / name)
+    again = json.loads((source / "result.json").read_text())
+    again["environment"]["started"] = "2027-01-01T00:00:00+00:00"
+    (tmp_path / "c" / "result.json").write_text(json.dumps(again))
+    assert [x.folder.name for x in load_runs([str(tmp_path)])] == ["a", "c"]
+    assert capsys.readouterr().err == f"{tmp_path / 'b'}: skipped, a copy of {tmp_path / 'a'}.\n"
+
+
 def test_a_damaged_journal_does_not_hide_the_other_runs_of_a_folder(tmp_path, capsys):
     """It is left out with a warning; a run given by name is refused."""
     source = next(CURATED.glob("snapkv-niah*"))
