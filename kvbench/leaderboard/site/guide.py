@@ -167,9 +167,16 @@ class FrontPage:
             f"{m}.{limit}.{turns}.{task}": table.write(answer)
             for m, limit, turns, task, answer in self._answer_all()
         }
-        document = {"texts": list(table.texts), "fields": table.fields, "runs": table.runs, "answers": answers}
+        usual = [self._choose_turns(x) for x in self.models]
+        document = {"usual": usual, "texts": list(table.texts), "fields": table.fields, "runs": table.runs, "answers": answers}
         text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
         return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))  # noqa: S704  # no tag can end it
+
+    def _choose_turns(self, model: str) -> int:
+        """The number of the turns with the most runs of a model, of equals the first: a choice to start with."""
+        groups = [x for x in self.groups if self.examples[x.key].model.id == model]
+        runs = [sum(len(x.rows) for x in groups if turns.covers(self.examples[x.key])) for turns in self.turns]
+        return runs.index(max(runs))
 
     def _answer_all(self) -> Iterable[tuple[int, int, int, int, Suggestion]]:
         for m, model in enumerate(self.models):

@@ -104,6 +104,7 @@ def open_protocol(page, name):
 @pytest.mark.parametrize(
     ("question", "choices"),
     [
+        (Question("smollm2-135m-q4_1", Mode.SINGLE, Axis.STORED, 0.25), {}),
         (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.25), {"Model": "mini"}),
         (Question("mini", Mode.MULTI_TURN, Axis.STORED, 0.1, visibility="hidden"), {
             "Model": "mini", "At most": "10 % stored", "Turns": "multi-turn, question hidden",
@@ -116,7 +117,7 @@ def open_protocol(page, name):
     ],
 )
 def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curated, guide, question, choices):
-    """The best at 25 % for multi-turn on mini needs one, the model; every answer is that of `kvbench suggest`."""
+    """Of each model, the page starts with the turns of the most runs; every answer is that of `kvbench suggest`."""
     for page in watch(browser, curated, viewport={"width": 1280, "height": 900}):
         for label, option in choices.items():
             page.get_by_label(label).select_option(option)

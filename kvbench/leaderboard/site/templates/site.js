@@ -99,8 +99,9 @@ function showAnswer() {
   for (const i of [1, 2, 3]) {
     const open = new Set(offered(now().slice(0, i)).map((x) => x.split(".")[i]));
     for (const option of chosen[i].options) option.disabled = !open.has(String(option.index));
-    const usual = [...chosen[i].options].find((x) => x.defaultSelected && !x.disabled);
-    const first = usual ?? [...chosen[i].options].find((x) => !x.disabled);
+    const usual = (option) => (i === 2 ? option.index === data.usual[now()[0]] : option.defaultSelected);
+    const free = [...chosen[i].options].filter((x) => !x.disabled);
+    const first = free.find(usual) ?? free[0];
     const kept = "chosen" in chosen[i].dataset && !chosen[i].options[chosen[i].selectedIndex].disabled;
     if (!kept) chosen[i].selectedIndex = first.index;
   }
