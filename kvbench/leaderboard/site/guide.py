@@ -167,8 +167,10 @@ class FrontPage:
             f"{m}.{limit}.{turns}.{task}": table.write(answer)
             for m, limit, turns, task, answer in self._answer_all()
         }
-        usual = [self._choose_turns(x) for x in self.models]
-        document = {"usual": usual, "texts": list(table.texts), "fields": table.fields, "runs": table.runs, "answers": answers}
+        document = {
+            "usual": [self._choose_turns(x) for x in self.models], "texts": list(table.texts), "fields": table.fields,
+            "runs": table.runs, "answers": answers,
+        }
         text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
         return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))  # noqa: S704  # no tag can end it
 

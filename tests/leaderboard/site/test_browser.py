@@ -12,7 +12,7 @@ from kvbench.leaderboard.site.build import build_site
 from kvbench.leaderboard.site.listed import read_listed
 from kvbench.report.group import Axis
 from kvbench.report.suggest import Guide, group_protocols
-from kvbench.report.suggestion import Question
+from kvbench.report.suggestion import Question, describe_standing
 from kvbench.task import Mode
 
 from .conftest import CURATED
@@ -128,7 +128,7 @@ def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curat
         for i, technique in enumerate(answer.shown):
             assert shown.nth(i).locator("h3 a").inner_text() == technique.label
             scores = shown.nth(i).locator("[data-field=score]").all_inner_texts()
-            assert sorted(scores) == sorted(f"{x.run.result.score.mean:.3f}" for x in technique.standings)
+            assert sorted(scores) == sorted(describe_standing(x)["score"] for x in technique.standings)
         order = page.locator(".summary:visible tbody:last-child tr:visible").evaluate_all(
             "rows => rows.map(x => x.dataset.label)"
         )
