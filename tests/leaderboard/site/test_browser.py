@@ -134,6 +134,10 @@ def test_the_best_technique_is_found_in_as_many_clicks_as_choices(browser, curat
         )
         assert order == [x.label for x in answer.techniques]
         assert page.locator(".summary:visible tr.full").is_visible()
+        empty = page.locator(".summary:visible table").evaluate("""table => [...table.tHead.rows[0].cells].slice(1)
+            .filter(head => head.offsetParent && ![...table.tBodies[1].rows].some(row => row.offsetParent
+                && row.cells[head.cellIndex].querySelector(".cell:not([hidden])")))""")
+        assert empty == []
 
 
 def test_the_answer_links_to_its_evidence(browser, curated):

@@ -152,16 +152,17 @@ function showSummary(answer, model, limit, turns, task) {
     if (section.hidden) continue;
     for (const part of section.querySelectorAll("[data-at]")) part.hidden = !listed(part.dataset.at, limit);
     const heads = [...section.querySelectorAll("thead th")];
+    const body = section.querySelector("table").tBodies[1];
+    const filled = (i) => [...body.rows].some((row) => row.cells[i].querySelector(".cell:not([hidden])"));
+    const used = heads.map(({ dataset }, i) => i === 0
+      || (listed(dataset.turns, turns) && (task === 0 || listed(dataset.task, task)) && filled(i)));
     for (const row of section.querySelectorAll("tr")) {
-      [...row.cells].forEach((cell, i) => {
-        if (i > 0) cell.hidden = !listed(heads[i].dataset.turns, turns) || !(task === 0 || listed(heads[i].dataset.task, task));
-      });
+      [...row.cells].forEach((cell, i) => (cell.hidden = !used[i]));
       if (!("label" in row.dataset)) continue;
       delete row.dataset.outside;
       if (!place.has(row.dataset.label)) row.dataset.outside = "";
     }
     for (const head of heads) if (head.hasAttribute("aria-sort")) head.setAttribute("aria-sort", "none");
-    const body = section.querySelector("table").tBodies[1];
     const rows = [...body.rows].sort((a, b) => (place.get(a.dataset.label) ?? 1e9) - (place.get(b.dataset.label) ?? 1e9));
     body.append(...rows);
     rows.forEach((row, i) => (row.dataset.place = i));
