@@ -132,12 +132,9 @@ def flip_signs(differences: Sequence[float]) -> float:
         differences: one sum of score differences per context.
     """
     values = np.abs(np.array(differences, dtype=np.float64))
-    total = float(values.sum())
-    if not total:
-        return 1.0
     shared = _share_denominator(values.tolist())
     if shared is None:
-        scaled = values * (CELLS / total)
+        scaled = values * (CELLS / values.sum())
         steps = np.rint(scaled).astype(np.int64)
         slack = int(2 * abs(scaled - steps).sum()) + 1  # the rounding error of two sums at most
         if slack > SLACK * np.sqrt(np.square(scaled).sum()):
@@ -146,8 +143,6 @@ def flip_signs(differences: Sequence[float]) -> float:
         steps, slack = np.array(shared), 0
     whole = int(steps.sum())
     reached = abs(int((np.sign(differences) * steps).sum())) - slack
-    if reached <= 0:
-        return 1.0
     chance = np.ones(1)  # the probability of each sum of the differences that are positive
     for step in np.sort(steps[steps > 0]):  # the smallest first, so that the array stays short for long
         after = np.zeros(len(chance) + step)
@@ -177,8 +172,8 @@ def _bet(differences: Sequence[float], by: float) -> float:
     """Evidence that the mean is above `by`: at most 1 in expectation if it is not."""
     bets = np.sin(np.pi / 2 * (np.arange(BETS) + 0.5) / BETS) ** 2 / (1 + by)
     factors = 1 + bets[:, None] * (np.array(differences) - by)  # [bets, contexts]
-    with np.errstate(divide="ignore", over="ignore"):  # a bet may lose everything, and many contexts may win
-        return float(np.exp(np.log(factors.clip(0)).sum(1)).mean())
+    with np.errstate(over="ignore"):  # many contexts may win; no bet loses everything
+        return float(np.exp(np.log(factors).sum(1)).mean())
 
 
 def _draw_signs(values: NDArray[np.floating[Any]], observed: float) -> float:

@@ -20,6 +20,7 @@ from kvbench.analysis.significance import (
     adjust,
     compare_scores,
     describe_too_few,
+    find_least_p,
     find_margin_p,
     flip_signs,
     group_ties,
@@ -94,7 +95,8 @@ def test_sign_flips_by_hand():
     assert flip_signs([1, 2, -4, 0, 0]) == 1.0
     assert flip_signs([1, -1]) == 1.0
     assert flip_signs([0, 0, 0]) == 1.0
-    assert flip_signs([0.1 + 0.2 - 0.3, 0.0]) == 1.0  # 6e-17, which is rounding
+    assert flip_signs([0.1 + 0.2 - 0.3] * 6) == 1.0  # 6e-17, which is rounding
+    assert flip_signs([]) == 1.0
 
 
 @pytest.mark.parametrize(("better", "worse"), [(1, 0), (5, 0), (6, 0), (9, 2), (40, 20), (7, 7)])
@@ -129,6 +131,34 @@ def test_fractions_tie_exactly(parts):
         assert flip_signs([x / parts for x in whole]) == pytest.approx(exact)
 
 
+def test_scores_in_fractions_have_the_p_value_of_whole_numbers():
+    """In any unit, also where their sum in it is large."""
+    whole = np.random.default_rng(0).integers(-3, 4, size=40).tolist()
+    assert flip_signs([x / 997 for x in whole]) == flip_signs(whole)
+    assert flip_signs([100.0] * 600) == flip_signs([1.0] * 600)
+
+
+@pytest.mark.parametrize("off", [-1e-7, 1e-7])
+def test_a_number_next_to_a_fraction_is_not_taken_for_it(off):
+    assert significance._share_denominator([0.5]) == [1]
+    assert significance._share_denominator([0.5 + off]) is None
+
+
+def test_a_large_difference_takes_no_more_memory():
+    """The small one next to it is rounded to 0, on the safe side."""
+    assert flip_signs([1e15, 1.0]) == 1.0
+
+
+def test_a_tie_between_two_rounded_sums_counts():
+    """Although each of them may be off by the rounding errors of all differences."""
+    values = np.random.default_rng(964).random(8)
+    values[0] = values[1] + values[2] + values[3] - values[4]  # as many signs again reach the sum
+    signs = np.array(list(itertools.product((1, -1), repeat=8)))
+    observed = values * (1, -1, -1, -1, 1, 1, 1, 1)
+    exact = np.mean(abs(signs @ values) >= abs(observed.sum()) - 1e-12)
+    assert flip_signs(list(observed)) >= exact
+
+
 def test_rounded_scores_give_conservative_p_values():
     """Without a common denominator, a tie that rounding hides still counts."""
     a, b = 1 / 997, 2 / 991
@@ -151,6 +181,12 @@ def test_drawn_signs_keep_their_level_and_are_the_same_ones():
     """The p-value of 400 graded contexts that all got worse is that of one in 20,001, and does not vary."""
     values = list(-np.random.default_rng(0).random(400))
     assert flip_signs(values) == flip_signs(values) == 1 / 20_001
+
+
+def test_drawn_signs_count_ties():
+    """Multiples of a number in no fraction: 160 of 300 contexts got better, and the exact test has p = 0.27."""
+    differences = [math.sqrt(2)] * 160 + [-math.sqrt(2)] * 140
+    assert flip_signs(differences) == pytest.approx(binomtest(160, 300).pvalue, abs=0.01)
 
 
 def test_the_sums_of_graded_scores_stay_small():
@@ -206,6 +242,12 @@ def test_a_margin_needs_enough_contexts():
     assert find_margin_p([0.0] * 160, -0.05) < 0.01
 
 
+def test_a_margin_over_thousands_of_contexts_is_computed():
+    """Evidence beyond the largest float is a p-value of 0."""
+    assert find_margin_p([1.0] * 2000, 0.05) == 0.0
+    assert find_margin_p([-1.0] * 2000, 0.05) == 0.0
+
+
 def test_the_smallest_p_value_depends_on_the_contexts():
     """Forty contexts that all got worse, graded or not: p = 2 / 2**40."""
     assert flip_signs([-5.0] * 40) == pytest.approx(2**-39)
@@ -238,6 +280,27 @@ def test_equal_answers_do_not_differ():
     share = 1 - 0.025 ** (1 / 20)  # of contexts that may differ although none of 20 does
     assert found.ci95 == pytest.approx((-share, share))
     assert compare_scores([[(2.0, 2.0)]] * 20).ci95 is None  # unbounded scores may differ by any amount
+
+
+def test_scores_beyond_0_and_1_that_differ_alike_have_no_interval():
+    """One of them is enough, and may be of either method."""
+    for pair in ((0.0, 2.0), (2.0, 1.0), (-1.0, -1.0), (1.0, -0.5)):
+        assert compare_scores([[pair]] * 20).ci95 is None
+    assert compare_scores([[(0.0, 1.0)]] * 20).ci95 is not None
+
+
+def test_equal_differences_have_the_interval_of_contexts_that_may_differ():
+    """By as much as scores allow: from 0.3 down to -1 and up to 1, whatever the questions per context and rounding."""
+    share = 1 - 0.025 ** (1 / 20)
+    alike = compare_scores([[(0.1, 0.4)], [(0.2, 0.5), (0.0, 0.3)]] * 10)  # 0.30000000000000004 and 0.3
+    assert alike.ci95 == pytest.approx((0.3 - 1.3 * share, 0.3 + 0.7 * share))
+    low, high = compare_scores([[(0.0, 0.3)], [(0.0, 0.301)]] * 10).ci95
+    assert 0.3 <= low <= high <= 0.301
+
+
+def test_a_context_counts_by_the_sum_of_its_questions():
+    """Of 3, -1 and 1: six of the eight ways to sign them reach a sum of 3; of their means 1, -1 and 1 all reach 1."""
+    assert compare_scores([[(0.0, 1.0)] * 3, [(1.0, 0.0)], [(0.0, 1.0)]]).p == 6 / 8
 
 
 def test_an_interval_is_honest_at_0_and_1():
@@ -343,6 +406,7 @@ def test_groups_never_contradict_the_order():
 def test_more_items_need_smaller_p_values():
     """p = 0.03 separates two items, but not five."""
     assert group_ties("ab", lambda x, y: 0.03) == [["a"], ["b"]]
+    assert group_ties("ab", lambda x, y: ALPHA) == [["a", "b"]]
     assert group_ties("abcde", lambda x, y: 0.03) == [["a", "b", "c", "d", "e"]]
 
 
@@ -468,6 +532,13 @@ def test_answers_that_hardly_differ_hide_no_detectable_difference():
 def test_one_context_is_too_few_in_the_singular():
     assert describe_too_few(1, 1).startswith("1 context is too few to tell: ")
     assert describe_too_few(2, 1).startswith("2 contexts are too few to tell: ")
+
+
+def test_more_comparisons_need_more_contexts():
+    """2 / 2**6 and 2 * 2 / 2**7 are below 5 %; a p-value is at most 1."""
+    assert describe_too_few(5, 1).endswith("Use --samples 6 or more for a comparison.")
+    assert describe_too_few(5, 2).endswith("Use --samples 7 or more for 2 comparisons.")
+    assert find_least_p(1, 3) == 1.0
 
 
 @pytest.mark.slow
