@@ -86,7 +86,7 @@ def _read(text: str, kind: Any) -> Any:
         try:
             candidates.append(json.loads(text))
         except (ValueError, RecursionError):
-            candidates += [text.split(",")] if "," in text else []
+            candidates.append(text.split(","))
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     for value in candidates:
         with contextlib.suppress(ValidationError):

@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from pydantic import Field
 
 import kvbench.methods
 import kvbench.tasks
-from kvbench.errors import FEW, UserError
+from kvbench.errors import FEW, MOST, UserError
 from kvbench.method import Method, resolved
 from kvbench.registry import _find_registered, find_either, find_method, find_scorer, find_task, list_entries, list_ops
 from kvbench.settings import configure, jsonable_settings, parse_pairs
@@ -232,6 +232,8 @@ class Settings(Method):
         (["window=7"], {"window": 7}),
         (["share=0.5", "flag=true"], {"share": 0.5, "flag": True}),
         (["share=none", "pool=avg"], {"share": None, "pool": "avg"}),
+        (["share=None"], {"share": None}),
+        (["share=null"], {"share": None}),
         (["layers=[1, 2]"], {"layers": (1, 2)}),
         (["layers=1,2"], {"layers": (1, 2)}),
     ],
@@ -240,14 +242,16 @@ def test_settings_are_read_by_their_types(given, expected):
     """Text is converted to the types of the dataclass."""
     made = configure(Settings, parse_pairs(given, "--set"), "--set", "x")
     assert {key: getattr(made, key) for key in expected} == expected
-    assert set(jsonable_settings(made)) == {"window", "share", "pool", "flag", "layers"}
+    written = jsonable_settings(made)
+    assert set(written) == {"window", "share", "pool", "flag", "layers"}
+    assert written["layers"] == list(made.layers)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["windw=7"], r"setting of x 'windw'\. Did you mean 'window'\? Allowed: flag, layers, pool, share, window"),
-        (["rows=7"], "unknown setting of x 'rows'"),
+        (["rows=7"], r"^unknown setting of x 'rows'\. Allowed: .*\. See `kvbench show x`\.$"),
         (["table=7"], "unknown setting of x 'table'"),
         (["count=7"], "unknown setting of x 'count'"),
         (["window=seven"], "x: window must be 1 or more, got seven"),
@@ -257,17 +261,55 @@ def test_settings_are_read_by_their_types(given, expected):
         (["share=inf"], "share must be a number, got inf"),
         (["share=nan"], "share must be .* got nan"),
         (["share=-Infinity"], "share must be .* got -Infinity"),
-        (["share=2"], "share 2.0 is above 1"),
-        (["window=13"], "13 is unlucky"),
+        (["share=2"], r"^share 2\.0 is above 1\.$"),
+        (["window=13"], r"^--set window=13: 13 is unlucky\. See `kvbench show x`\.$"),
         (["window"], "--set 'window' is not key=value"),
         (["=1"], "is not key=value"),
-        (["window=1", "window=2"], "--set window is given twice"),
+        ([" =1"], "is not key=value"),
+        (["window=1", "window =2"], "--set window is given twice"),
     ],
 )
 def test_a_wrong_setting_is_refused(given, message):
     """Unknown, of the wrong type, out of range, or twice."""
     with pytest.raises(UserError, match=message):
         configure(Settings, parse_pairs(given, "--set"), "--set", "x")
+
+
+def test_a_setting_is_split_at_its_first_equals_sign():
+    """Spaces around key and value are left out."""
+    assert parse_pairs([" haystack = a=b ", "window=1"], "--set") == {"haystack": "a=b", "window": "1"}
+
+
+def test_a_method_without_settings_says_so():
+    with pytest.raises(UserError, match=r"^unknown setting of x 'window'\. x has no settings: leave --set out\.$"):
+        configure(make_dataclass("Bare", []), {"window": "1"}, "--set", "x")
+
+
+def test_a_whole_number_has_at_most_31_bits():
+    """Positive or negative."""
+    kind = make_dataclass("Shifted", [("by", int)])
+    for most in (-MOST, MOST):
+        assert configure(kind, {"by": str(most)}, "--set", "x").by == most
+    for beyond, word in ((-MOST - 1, "more"), (MOST + 1, "less")):
+        with pytest.raises(UserError, match=f"^x: by {beyond} must be .* or {word}"):
+            configure(kind, {"by": str(beyond)}, "--set", "x")
+
+
+@pytest.mark.parametrize(("text", "value"), [("none", None), ("None", None), ('"a"', '"a"'), ("7", "7")])
+def test_a_text_is_read_as_it_is_unless_it_says_none(text, value):
+    """Quotation marks are part of it."""
+    assert configure(make_dataclass("Named", [("name", str | None)]), {"name": text}, "--set", "x").name == value
+
+
+@pytest.mark.parametrize("kind", [list[float], tuple[float, ...], set[float], frozenset[float], dict[str, list[float]]])
+@pytest.mark.parametrize("number", ["Infinity", "NaN"])
+def test_no_number_within_a_setting_is_infinite(kind, number):
+    """A result could not be written: JSON has no such number."""
+    made = make_dataclass("Held", [("values", kind)])
+    text = '{"a": [1], "b": [2, 3]}' if kind == dict[str, list[float]] else "[2, 3]"
+    configure(made, {"values": text}, "--set", "x")
+    with pytest.raises(UserError, match=r"^x: values must be "):
+        configure(made, {"values": text.replace("3", number)}, "--set", "x")
 
 
 def test_a_setting_without_a_default_is_named(tmp_path):
@@ -278,9 +320,13 @@ def test_a_setting_without_a_default_is_named(tmp_path):
     with pytest.raises(UserError, match=r"mine\.py: setting 'window' has no default\. Give it one\."):
         configure(found, {}, "--set", str(path))
     assert configure(found, {"window": "8"}, "--set", str(path)).settings == {"window": 8}
+    assert configure(make_dataclass("Made", [("rows", list, field(default_factory=list))]), {}, "--set", "x").rows == []
 
 
-def test_a_constructor_that_fails_is_refused():
+@pytest.mark.parametrize(("error", "message"), [
+    (KeyError("no such layer"), r"KeyError: 'no such layer'"), (TypeError("no number"), "no number"),
+])
+def test_a_constructor_that_fails_is_refused(error, message):
     """The file is the user's, and may raise anything."""
 
     @dataclass(frozen=True)
@@ -288,9 +334,9 @@ def test_a_constructor_that_fails_is_refused():
         window: int = 32
 
         def __post_init__(self):
-            raise KeyError("no such layer")
+            raise error
 
-    with pytest.raises(UserError, match=r"^mine: KeyError: 'no such layer'\. See `kvbench show mine`\.$"):
+    with pytest.raises(UserError, match=rf"^mine: {message}\. See `kvbench show mine`\.$"):
         configure(Fails, {}, "--set", "mine")
-    with pytest.raises(UserError, match=r"^--set window=8: KeyError"):
+    with pytest.raises(UserError, match=f"^--set window=8: {message}"):
         configure(Fails, {"window": "8"}, "--set", "mine")
