@@ -146,6 +146,7 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "a full cache of twice its size, which halves the ratio": (
         forge("bytes", full_bytes=lambda x: 2 * x.full_bytes), "a full cache of",
     ),
+    "a full cache of half its size": (forge("bytes", full_bytes=lambda x: x.full_bytes // 2), "a full cache of"),
     "a full cache of twice its size on a later turn": (
         lambda x: forge("bytes", full_bytes=lambda y: 2 * y.full_bytes)(x) if x.turn else {}, "turn 1: a full cache of",
     ),

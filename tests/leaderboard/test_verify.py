@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import shutil
+from contextlib import nullcontext
+from dataclasses import make_dataclass, replace
 from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Literal
 
 import pytest
 
+from kvbench.errors import UserError
 from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, VERIFICATION
 from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification import lookup
+from kvbench.leaderboard.verification.lookup import (
+    UnverifiableError,
+    check_card,
+    check_method_name,
+    check_model,
+    check_source,
+    find_known_method,
+    find_known_task,
+    find_known_tokenizer,
+    is_known_full,
+    is_tuned_on_test,
+)
 from kvbench.leaderboard.verification.measurements import LATER
+from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.leaderboard.verification.verify import verify
-from kvbench.registry import find_method
+from kvbench.methods.merging.kvmerger import KVMerger
+from kvbench.registry import MODELS, find_method, find_task
 from kvbench.runs.files import write_record
 from kvbench.runs.stats import bootstrap_interval
+from kvbench.task import Mode
 
 from .conftest import as_own_method, edit, edit_spec, make_run, on_gpu
-from .test_forgeries import in_spec
+from .test_forgeries import LOSSLESS, in_spec
 
 
 def test_an_honest_run_reaches_l0(snapkv, check):
@@ -30,6 +52,12 @@ def test_an_honest_run_reaches_l0(snapkv, check):
         "baseline": "flag", "copies": "ok",
         "level": "L0", "refused": "",
     }
+
+
+def test_the_bytes_of_a_context_are_compared_once(snapkv):
+    """Both turns of a sample have them."""
+    (found,) = (x.reason for x in verify(snapkv.files, Repository()).checks if x.name == "bytes")
+    assert found == "stored bytes of 4 samples equal those that snapkv declares"
 
 
 def test_a_folder_from_outside_without_manifest_is_refused(snapkv, check):
@@ -220,6 +248,10 @@ def test_tuning_on_the_test_split_is_flagged(snapkv, check, said, outcome):
     (lambda x: x["model"].update(dtype="float4"), "model: mini in 'float4'"),
     (lambda x: x.update(visibility="first-turn"), "prompts: sample 0 turn 0: "),
     (lambda x: x["task"].update(prompt_id="mine"), "task: its prompt_id does not fit niah_multikey_1"),
+    (lambda x: x["model"].update(params=10**9), "model: mini has 4001152 parameters, not 1000000000"),
+    (lambda x: x["task"].update(settings={}), "task: its settings does not fit niah_multikey_1"),
+    (lambda x: x["task"].update(suite="mine"), "task: its suite does not fit niah_multikey_1"),
+    (lambda x: x["task"].update(truncation="middle"), "task: its truncation does not fit niah_multikey_1"),
     (lambda x: x["task"].update(scorer="mine@1"), "task: its scorer does not fit niah_multikey_1"),
     (lambda x: x["method"].update(settings={"window": -1}), "method: snapkv does not accept its settings"),
 ])
@@ -228,12 +260,31 @@ def test_wrong_statements_about_registered_names_are_refused(snapkv, check, chan
 
 
 @pytest.mark.parametrize("name", [
-    "SnapKV", "snap-kv", "h20", "fu11", "kivi+SnapKV", "snapkv\u200b", "\u0455napkv", " snapkv", "",
+    "SnapKV", "snap-kv", "h20", "fu11", "kivl", "rninference", "vvindowkv", "kivi+SnapKV", "snapkv\u200b",
+    "\u0455napkv", " snapkv", "my\tmethod", "",
 ])
 def test_confusable_method_names_are_refused(snapkv, check, name):
     files = edit_spec(snapkv.files, lambda x: x["method"].update(name=name))
     files = edit(files, RESULT, lambda x: x["method"]["card"].update(name=name))
     assert check(files)["refused"].startswith("method: its name ")
+
+
+@pytest.mark.parametrize("name", ["snapkv-plus", "fullest", "snapkv+mine"])
+def test_a_name_may_begin_with_a_registered_one(name):
+    check_method_name(name)
+
+
+@pytest.mark.parametrize("change", [{"version": "0"}, {"version": "99"}, {"code": "f" * 64}])
+def test_another_version_or_file_is_not_the_registered_method(snapkv, change):
+    spec = snapkv.bundle.spec
+    with pytest.raises(UnverifiableError):
+        find_known_method(spec.model_copy(update={"method": spec.method.model_copy(update=change)}))
+
+
+def test_a_run_of_the_users_own_needs_no_source(snapkv):
+    own = open_bundle(as_own_method(snapkv.files))
+    assert check_source(own).outcome == "ok"
+    assert check_source(replace(own, manifest=None)) is None
 
 
 def test_a_users_own_file_is_not_the_registered_method(snapkv, check):
@@ -244,6 +295,8 @@ def test_a_users_own_file_is_not_the_registered_method(snapkv, check):
 @pytest.mark.parametrize("change", [
     lambda x: x["task"].update(name="theirs"),
     lambda x: x["task"].update(version="7"),
+    lambda x: x["task"].update(version="0"),
+    lambda x: x["task"].update(dataset_revision="a" * 40),
     lambda x: x["task"].update(name="/tmp/theirs.py:Task"),
     lambda x: x["task"].update(settings={"haystack": "/etc/passwd"}),
     lambda x: x["model"].update(id="/etc"),
@@ -283,6 +336,121 @@ def test_the_submitters_code_is_never_run(snapkv, check, tmp_path):
 def test_a_card_with_other_budget_kind_models_or_name_is_refused(snapkv, check, name, value):
     found = check(edit(snapkv.files, RESULT, lambda x: x["method"]["card"].update({name: value})))
     assert found["refused"].startswith("method: ")
+
+
+@pytest.mark.parametrize(("name", "value"), [("version", "9"), ("family", "heads")])
+def test_a_card_is_that_of_the_method_in_the_result(snapkv, check, name, value):
+    files = edit(as_own_method(snapkv.files), RESULT, lambda x: x["method"]["card"].update({name: value}))
+    assert check(files)["refused"].startswith("method: its card describes 'mine' version ")
+
+
+def test_a_registered_method_keeps_its_family(snapkv, check):
+    files = edit_spec(snapkv.files, lambda x: x["method"].update(family="heads"))
+    found = check(edit(files, RESULT, lambda x: x["method"]["card"].update(family="heads")))
+    assert found["refused"] == "method: family on its card is 'heads', not eviction"
+
+
+def test_the_card_of_a_registered_method_is_ours(snapkv):
+    """A field of theirs that differs is named."""
+    method, _ = find_known_method(snapkv.bundle.spec)
+    card, same = check_card(snapkv.bundle.result, method)
+    assert card == method.own_card
+    assert same.reason == f"snapkv version {card.version} is registered"
+    other = edit(snapkv.files, RESULT, lambda x: x["method"]["card"].update(idea="the best. of all."))
+    card, changed = check_card(open_bundle(other).result, method)
+    assert card == method.own_card
+    assert changed.reason == f"{same.reason}; its card has changed since in idea"
+
+
+def test_a_card_may_name_the_kind_of_budget_of_its_settings():
+    """A threshold takes the place of the budget that the method has otherwise."""
+    method = KVMerger(mode="eps")
+    card = method.own_card
+    for kind in (card.budget, method.budget_kind):
+        stated = {"name": card.name, "version": card.version, "family": card.family}
+        written = card.model_copy(update={"budget": kind}).model_dump()
+        assert check_card(SimpleNamespace(method=SimpleNamespace(card=written, **stated)), method)[1].outcome == "ok"
+    assert card.budget != method.budget_kind
+
+
+def test_only_a_registered_method_that_keeps_all_bytes_is_the_full_cache(runs, snapkv):
+    """Nothing is stored between the passes of a diffusion model."""
+    full = runs["full"].bundle.result
+    half = full.memory.model_copy(update={"ratio_total": 0.5})
+    gift = full.spec.method.model_copy(update={"settings": {"gift": 1}})
+    assert is_known_full(full)
+    diffusion = full.model.model_copy(update={"kind": "diffusion"})
+    assert is_known_full(full.model_copy(update={"model": diffusion, "memory": None}))
+    for change in (
+        {"memory": half}, {"memory": None}, {"spec": snapkv.bundle.spec}, {"lossless": LOSSLESS},
+        {"spec": full.spec.model_copy(update={"method": gift})},
+    ):
+        assert not is_known_full(full.model_copy(update=change))
+
+
+def test_a_mode_that_the_task_lacks_is_refused(snapkv, monkeypatch):
+    monkeypatch.setattr(find_task(snapkv.bundle.spec.task.name), "modes", (Mode.SINGLE,))
+    with pytest.raises(RefusedError, match="its mode does not fit niah_multikey_1"):
+        find_known_task(snapkv.bundle.spec)
+
+
+def test_settings_are_compared_by_value_and_type_and_not_by_order():
+    assert lookup._write({"a": 1, "b": 2}) == lookup._write({"b": 2, "a": 1})
+    assert len({lookup._write(x) for x in (1, 1.0, True)}) == 3
+
+
+def test_the_split_of_tuning_data_stands_behind_the_last_colon():
+    """The name of a task in a file has one, too."""
+    assert is_tuned_on_test("mine.py:Task:test", "mine.py:Task")
+    assert not is_tuned_on_test("mine.py:Task:dev", "mine.py:Task")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_not_verified(snapkv, monkeypatch):
+    def fail(_):
+        raise UserError("no tokenizer")
+
+    monkeypatch.setattr(lookup, "_load", fail)
+    with pytest.raises(UnverifiableError, match="no tokenizer"):
+        find_known_tokenizer(snapkv.bundle.spec, find_known_task(snapkv.bundle.spec))
+
+
+def test_a_model_without_its_weights_is_flagged(snapkv, tmp_path):
+    """Its other files are compared."""
+    method, _ = find_known_method(snapkv.bundle.spec)
+    folder = tmp_path / "mini"
+    shutil.copytree(MODELS / "mini", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    found = check_model(snapkv.bundle.spec, method.card, folder)[1]
+    assert (found.outcome, found.reason) == ("flag", "the weights of mini are not on this machine: not compared")
+
+
+@pytest.mark.parametrize(("length", "turns", "reason"), [
+    (8192, 2, ""), (8193, 2, "need 8193"), (384, 8192, ""), (384, 8193, "need 8193"),
+])
+def test_contexts_and_turns_fit_the_model(snapkv, length, turns, reason):
+    """A turn has at least one token."""
+    spec, (method, _) = snapkv.bundle.spec, find_known_method(snapkv.bundle.spec)
+    spec = spec.model_copy(update={"task": spec.task.model_copy(update={"length": length}), "turns": turns})
+    with pytest.raises(RefusedError, match=reason) if reason else nullcontext():
+        assert check_model(spec, method.card, MODELS / "mini")[1].outcome == "ok"
+
+
+def test_a_method_for_the_other_kind_of_model_is_refused(snapkv):
+    method, _ = find_known_method(snapkv.bundle.spec)
+    card = method.card.model_copy(update={"models": "diffusion"})
+    with pytest.raises(RefusedError, match="snapkv is for diffusion models, and its model is autoregressive"):
+        check_model(snapkv.bundle.spec, card, MODELS / "mini")
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    (str, True), (Path | None, True), (tuple[str, ...], True), (Annotated[str, "a name"], True), (int | None, False),
+    (Literal["max", "avg"] | None, False),
+])
+def test_a_setting_that_takes_any_text_may_be_a_path(kind, text):
+    assert lookup._is_text(kind) is text
+    made = make_dataclass("Made", [("file", kind, "max"), ("rows", int, 7)])
+    assert lookup._find_path_setting(made, {"rows": 8, "gift": "x", "file": "y"}) == ("file" if text else None)
+    assert lookup._find_path_setting(made, {"file": "max"}) is None  # the default
+    assert lookup._find_path_setting(made, {"file": None}) is None
 
 
 def test_the_full_cache_reaches_l0_without_an_effect(runs, check):

@@ -145,10 +145,10 @@ def _is_same(stated: object, found: object) -> bool:
 
 def _check_part(spec: RunSpec, method: Method, known: AbstractSet[str], resolved: Mapping[str, object]) -> None:
     """Refuse another part, or other data or steps of its training, than those that are shipped for the model."""
-    if missing := sorted({"part", "trained_on"} & known - resolved.keys()):
-        raise RefusedError("bytes", f"its budget does not resolve {missing[0]}")
-    if not {"part", "trained_on"} <= known:
+    if "part" not in known:
         return
+    if missing := sorted({"part", "trained_on"} - resolved.keys()):
+        raise RefusedError("bytes", f"its budget does not resolve {missing[0]}")
     shipped = find_shipped(spec.method.name, spec.model.id, spec.model.sha256)
     if shipped is not None and (resolved["part"], resolved["trained_on"]) != (shipped.sha256, shipped.data):
         raise RefusedError(
@@ -341,6 +341,8 @@ def _check_end(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> Non
 def _least_at_end(x: AnsweredTurn, method: Method, shape: Shape) -> int:
     """Bytes of all entries of a conversation without those that were dropped; 0 where entries may take fewer bytes.
 
+    Below 0 where more entries were dropped than the smaller layers have.
+
     shape: of the context, or of the part of it that is run.
     """
     windows = any(layer.window is not None for layer in shape.layers)
@@ -348,7 +350,7 @@ def _least_at_end(x: AnsweredTurn, method: Method, shape: Shape) -> int:
         return 0
     grown = x.bytes.end_full_bytes or shape.full_bytes + x.asked * replace(shape, length=1).full_bytes
     entry = max((layer.key_dim + layer.value_dim) * shape.itemsize for layer in shape.layers)
-    return max(0, grown - x.effect.facts.get(DROPPED, 0) * entry)
+    return grown - x.effect.facts.get(DROPPED, 0) * entry
 
 
 def _is_exact(found: Effect) -> bool:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvbench.analysis.compare import is_full
 from kvbench.constraints import setting_fields, setting_types
@@ -294,7 +294,7 @@ def _find_path_setting(kind: type[Method | Task], settings: Mapping[str, Any]) -
 
 def _is_text(kind: Any) -> bool:
     """Whether a setting of this type accepts arbitrary text, not only listed words."""
-    return kind in (str, Path) or (get_origin(kind) is not Literal and any(_is_text(x) for x in get_args(kind)))
+    return kind in (str, Path) or any(map(_is_text, get_args(kind)))
 
 
 def _configure(found: type[Any], settings: Mapping[str, Any], kind: Kind) -> Any:
