@@ -47,13 +47,13 @@ def describe_alone(method: Method) -> str | None:
 
 def answers_apart(spec: RunSpec) -> bool:
     """Whether no question follows the method's own answer to another, so that a context's answers can run together."""
-    return spec.mode is Mode.MULTI_REQUEST or (spec.mode is Mode.MULTI_TURN and spec.history == "reference")
+    return spec.history == "reference"
 
 
 def divide_batch(batch: int, spec: RunSpec) -> tuple[int, int]:
     """Contexts at a time, and questions about each: a batch takes the questions of a context first."""
     questions = min(batch, spec.turns) if answers_apart(spec) else 1
-    return max(1, batch // questions), questions
+    return batch // questions, questions
 
 
 def count_contexts(job: Job, shared: SharedPrefill | None, first: Encoded) -> int:
@@ -117,8 +117,6 @@ def _run_together(job: Job, group: Sequence[Sample], shared: SharedPrefill | Non
         numbers = ", ".join(str(x[0]) for x in group)
         stop_if_lost(job, f"samples {numbers}", error)
         say(f"a batch of samples {numbers} raised {type(error).__name__}: they are run one at a time.")
-    if shared is not None:
-        shared.retract(job.spec)
     gc.collect()
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from kvbench import log
+from kvbench.engine import passes
 from kvbench.engine.session import Session
-from kvbench.errors import UserError
+from kvbench.errors import DeviceLostError, UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget
+from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.merging.kvmerger import KVMerger
 from kvbench.methods.retrieval.instinfer import InstInfer
 from kvbench.methods.retrieval.shadowkv import ShadowKV
 from kvbench.runs import batch as batching
@@ -25,7 +29,7 @@ from kvbench.runs.options import Request
 from kvbench.runs.prepare import prepare
 from kvbench.runs.runner import run
 from kvbench.store.entries import storage_bytes
-from kvbench.task import Mode
+from kvbench.task import Encoded, EncodedTurn, Mode
 
 TOYS = Path(__file__).parents[1] / "toys" / "toy.py"
 CHANGED = {"times": None, "batch": None, "started": "", "seconds": 0.0, "agreement": None}
@@ -143,8 +147,20 @@ def test_a_batch_changes_no_line(model_folder, tmp_path, mode, batch):
 ])
 def test_a_batch_takes_the_questions_of_a_context_first(mode, history, batch, found):
     """Contexts at a time, and questions about each of three."""
-    spec = SimpleNamespace(mode=Mode(mode), history=history, turns=1 if mode == "single" else 3)
+    turns = 1 if mode == "single" else 3
+    spec = SimpleNamespace(mode=Mode(mode), history=history, turns=turns, batch=batch, visibility="hidden")
     assert divide_batch(batch, spec) == found
+    assert batching.count_contexts(SimpleNamespace(spec=spec), None, SimpleNamespace(context=(1,))) == found[0]
+
+
+@pytest.mark.parametrize(("visibility", "tokens"), [("hidden", 5), ("visible", 8)])
+def test_a_question_belongs_to_the_shared_prefill_where_it_is_visible(visibility, tokens):
+    asked = []
+    spec = SimpleNamespace(mode=Mode.SINGLE, history="reference", turns=1, batch=2, visibility=visibility)
+    shared = SimpleNamespace(fits=lambda _, n: asked.append(n))
+    first = Encoded(context=(1,) * 5, turns=(EncodedTurn(first=(2,) * 3, later=(), answer=()),))
+    batching.count_contexts(SimpleNamespace(spec=spec, model=None), shared, first)
+    assert asked == [tokens]
 
 
 def test_tokens_differ_where_only_one_answer_has_them():
@@ -152,6 +168,21 @@ def test_tokens_differ_where_only_one_answer_has_them():
     first, second, third = (SimpleNamespace(ids=x) for x in ((1, 2, 3), (1, 9), (4,)))
     assert count_different([first], [second]) == (3, 2)
     assert count_different([first, third], [first]) == (4, 1)
+    assert count_different([first], [first, third]) == (4, 1)
+
+
+def test_the_questions_of_a_batch_run_together_and_the_first_is_answered_again(model_folder, tmp_path, monkeypatch):
+    """Alone, which in float32 gives the same tokens; the seconds of the batch are divided over its answers."""
+    job = prepare(make_request(model_folder, tmp_path, mode="multi-request", dtype="float32", batch="6"))
+    really, together = passes.run_together, []
+    monkeypatch.setattr(passes, "run_together", lambda x: together.append(len(x)) or really(x))
+    begun = time.perf_counter()
+    done = batching.run_batch(job, list(make_examples(job, range(2))), None, compare=True)
+    lines = [x for found, _ in done for x in found]
+    assert max(together) == len(lines) == 6
+    assert [(x.batch.size, x.times) for x in lines] == [(6, None)] * 6
+    assert [(x.batch.tokens, x.batch.different) for x in lines] == [(len(lines[0].ids), 0)] + [(None, None)] * 5
+    assert sum(x.seconds for x in lines) <= time.perf_counter() - begun
 
 
 def test_batch_1_is_a_plain_run(model_folder, tmp_path):
@@ -164,8 +195,10 @@ def test_batch_1_is_a_plain_run(model_folder, tmp_path):
 def test_a_method_that_generates_in_its_own_way_runs_one_by_one(model_folder, tmp_path):
     """The result names the reason, and has no times all the same."""
     (tmp_path / "own.py").write_text(FAULTY)
-    result, *_ = make_lines(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Own", batch="4"))
+    request = make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Own", batch="4", dtype="bfloat16")
+    result, *_ = make_lines(request)
     assert (result.batch.size, result.batch.alone) == (1, "own generates answers in its own way")
+    assert result.batch.tokens is None  # there is no other answer to compare
     assert result.latency.untimed is not None
 
 
@@ -203,6 +236,24 @@ def test_a_failed_sample_frees_its_tensors(model_folder, tmp_path, batch):
     assert set(type(job.method).counts) == {0}
     assert len(type(job.method).counts) >= 4
     assert "in attend" in (job.folder / "errors.log").read_text()
+    assert "SampleFailedError" not in (job.folder / "errors.log").read_text()
+
+
+def test_a_batch_that_loses_the_gpu_stops_the_run(model_folder, tmp_path, monkeypatch):
+    """None of its samples is tried again."""
+    (tmp_path / "own.py").write_text(FAULTY)
+    job = prepare(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Leaky", batch="3"))
+    monkeypatch.setattr("kvbench.runs.lines.is_device_lost", lambda: True)
+    with pytest.raises(DeviceLostError, match=r"^samples 0, 1, 2 of leaky raised ValueError"):
+        run(job)
+
+
+def test_a_comparison_without_tokens_is_one(model_folder, tmp_path, monkeypatch):
+    """Both answers may be empty, and no other batch has to be compared."""
+    job = prepare(make_request(model_folder, tmp_path, batch="2"))
+    monkeypatch.setattr(batching, "count_different", lambda *_: (0, 0))
+    (lines, _), _ = batching.run_batch(job, list(make_examples(job, range(2))), None, compare=True)
+    assert (lines[0].batch.tokens, lines[0].batch.different) == (0, 0)
 
 
 def test_logits_that_are_not_numbers_fail_the_sample(model_folder, tmp_path):
@@ -276,7 +327,7 @@ def test_a_batch_counts_the_questions_that_a_context_has(model_folder, tmp_path)
     assert 8 < len(lines) < 12
 
 
-@pytest.mark.parametrize("method", ["h2o", "instinfer", "shadowkv"])
+@pytest.mark.parametrize("method", ["h2o", "locret", "instinfer", "shadowkv"])
 def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path, method):
     """All questions of a conversation are asked before the first batch of answers."""
     later, found = 20, []
@@ -285,7 +336,7 @@ def test_every_turn_of_a_conversation_holds_a_copy(model_folder, tmp_path, metho
         shape = job.model.shape(160)
         fitted = job.method.fit(job.budget, shape)
         found.append(predict_bytes(2, job.spec, fitted, shape, 160 + later))
-        copied = fitted.declared_bytes(shape) if method == "h2o" else fitted.copied_bytes(shape)
+        copied = fitted.declared_bytes(shape) if method in ("h2o", "locret") else fitted.copied_bytes(shape)
     assert found[1] - found[0] == 4 * (2 * later * shape.full_bytes // shape.length + copied)
 
 
@@ -299,6 +350,30 @@ def test_the_bytes_of_a_batch_are_those_of_two_full_caches_and_of_its_answers(mo
     shape = job.model.shape(160)
     fitted = job.method.fit(job.budget, shape)
     assert predict_bytes(6, job.spec, fitted, shape, 240) == (2 + 2 * (0.25 + 0.5 + 3 * 2 * 0.5)) * shape.full_bytes
+
+
+def test_the_bytes_of_a_batch_include_what_is_kept_for_scoring(model_folder, tmp_path):
+    """Next to the full caches; bytes that a method cannot declare are those of the full cache."""
+    job = prepare(make_request(model_folder, tmp_path, batch="2"))
+    shape = job.model.shape(160)
+    fitted = H2O().fit(job.budget, shape)
+    scoring = fitted.running_bytes(shape)
+    stored = fitted.declared_bytes(shape)
+    assert predict_bytes(2, job.spec, fitted, shape, 160) == 2 * shape.full_bytes + scoring + 2 * 2 * stored
+    assert scoring > 0
+    undeclared = KVMerger(mode="eps").fit(None, shape)
+    expected = 4 * shape.full_bytes + undeclared.running_bytes(shape) + 2 * undeclared.copied_bytes(shape)
+    assert predict_bytes(2, job.spec, undeclared, shape, 160) == expected
+
+
+def test_answers_that_wait_for_each_other_need_no_more_than_those_of_other_contexts(model_folder, tmp_path):
+    """One question of a conversation is held at a time."""
+    found = []
+    for options in ({"mode": "multi-turn", "history": "own"}, {"mode": "single"}):
+        job = prepare(make_request(model_folder, tmp_path, **options))
+        shape = job.model.shape(160)
+        found.append(predict_bytes(2, job.spec, job.method.fit(job.budget, shape), shape, 180))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("method", [InstInfer(), ShadowKV()])
@@ -354,8 +429,11 @@ def test_no_memory_left_is_no_negative_limit(model_folder, tmp_path, monkeypatch
     job = prepare(make_request(model_folder, tmp_path))
     shape = job.model.shape(160)
     monkeypatch.setattr(batching, "_total_bytes", lambda _: 0)
-    with pytest.raises(UserError, match=r" and 0\.00 GB are allowed"):
-        batching.resolve_batch(2, job, job.method.fit(job.budget, shape), shape, 180)
+    fitted = job.method.fit(job.budget, shape)
+    allowed = r" and 0\.00 GB are allowed \(50% of cpu memory left by the weights\)\. Use --batch 1 or less"
+    with pytest.raises(UserError, match=allowed):
+        batching.resolve_batch(2, job, fitted, shape, 180)
+    assert batching.resolve_batch(1, job, fitted, shape, 180) == 1
 
 
 def test_a_model_on_several_gpus_has_the_memory_of_all(model_folder, tmp_path, monkeypatch):
@@ -378,9 +456,14 @@ def test_a_model_on_several_gpus_has_the_memory_of_all(model_folder, tmp_path, m
 
 
 def test_auto_is_no_larger_than_the_run(model_folder, tmp_path):
-    """Four contexts, or four with three questions each."""
+    """Four contexts, or four with three questions each, unless these wait for answers; and at most 64 of any number."""
     assert prepare(make_request(model_folder, tmp_path, batch="auto")).spec.batch == 4
     assert prepare(make_request(model_folder, tmp_path, batch="auto", mode="multi-request")).spec.batch == 12
+    own = prepare(make_request(model_folder, tmp_path, batch="auto", mode="multi-turn", history="own"))
+    assert own.spec.batch == 4
+    shape = own.model.shape(160)
+    many = replace(own, spec=own.spec.model_copy(update={"samples": 1000}))
+    assert batching.resolve_batch(None, many, own.method.fit(own.budget, shape), shape, 180) == 64
 
 
 def test_a_last_batch_of_one_is_no_failure(model_folder, tmp_path):

@@ -287,9 +287,22 @@ def test_a_method_without_exact_prefill_runs_alone(model_folder, tmp_path, capsy
     assert shared["knorm"][0].result.latency.untimed is not None
 
 
-@pytest.mark.parametrize("name", ["Rounding", "RaisingOnce"])
-def test_no_method_takes_a_recording_that_it_was_not_compared_with(model_folder, tmp_path, monkeypatch, name):
-    """The first context has no room, or raises: the next one is compared."""
+def test_a_batch_of_a_method_without_exact_prefill_runs_together(model_folder, tmp_path, capsys):
+    """Without the recordings."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    method = f"{tmp_path}/faulty.py:Rounding"
+    alone = run_cells(make_cells([method], tmp_path / "alone", model_folder, chunk=80), share=False)
+    cells = make_cells([method, "knorm"], tmp_path / "shared", model_folder, chunk=80, batch="2")
+    shared = run_cells(cells, share=True)
+    assert [x.model_copy(update={"batch": None}) for x in shared[method][1]] == alone[method][1]
+    assert capsys.readouterr().err.count("rounding runs every context alone") == 1
+    found = shared[method][0].result.batch
+    assert (found.size, found.alone) == (2, None)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("Rounding", None), ("RaisingOnce", None), ("RaisingOnce", "2")])
+def test_no_method_takes_a_recording_that_it_was_not_compared_with(model_folder, tmp_path, monkeypatch, name, batch):
+    """The first context has no room, or raises: the next one is compared. In a batch, all of its contexts run again."""
     if name == "Rounding":
         monkeypatch.setattr(sharing, "predict_bytes", lambda *_, outputs, hidden: 1 + outputs)  # without them, it fits
         monkeypatch.setattr(sharing.SharedPrefill, "_room", lambda *_: 1)
@@ -298,7 +311,7 @@ def test_no_method_takes_a_recording_that_it_was_not_compared_with(model_folder,
         path = tmp_path / str(share) / "faulty.py"  # each loaded anew
         path.parent.mkdir()
         path.write_text(FAULTY)
-        cells = make_cells([f"{path}:{name}", "knorm"], tmp_path / str(share), model_folder)
+        cells = make_cells([f"{path}:{name}", "knorm"], tmp_path / str(share), model_folder, batch=batch)
         found.append(list(run_cells(cells, share=share).values()))
     assert [lines for _, lines in found[1]] == [lines for _, lines in found[0]]
 
