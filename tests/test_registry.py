@@ -295,7 +295,9 @@ def test_a_whole_number_has_at_most_31_bits():
             configure(kind, {"by": str(beyond)}, "--set", "x")
 
 
-@pytest.mark.parametrize(("text", "value"), [("none", None), ("None", None), ('"a"', '"a"'), ("7", "7")])
+@pytest.mark.parametrize(("text", "value"), [
+    ("none", None), ("None", None), ("null", None), ('"a"', '"a"'), ("7", "7"),
+])
 def test_a_text_is_read_as_it_is_unless_it_says_none(text, value):
     """Quotation marks are part of it."""
     assert configure(make_dataclass("Named", [("name", str | None)]), {"name": text}, "--set", "x").name == value
