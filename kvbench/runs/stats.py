@@ -51,11 +51,11 @@ def find_exact_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, flo
     contexts, questions = len(clusters), float(asked.sum())
     mean = float(right.sum()) / questions
     n = float(contexts)
-    if contexts > 1 and 0 < mean < 1:
+    if contexts > 1:
         variance = contexts / (contexts - 1) * float(((right - mean * asked) ** 2).sum()) / questions**2
         if variance:
             upper = (1 + CONFIDENCE) / 2
-            few = 1.0 if questions == contexts else stdtrit(questions - 1, upper) / stdtrit(contexts - 1, upper)
+            few = stdtrit(questions - 1, upper) / stdtrit(contexts - 1, upper)
             n = min(max(mean * (1 - mean) / variance * few**2, n), questions)
     tail, hits = (1 - CONFIDENCE) / 2, mean * n
     low = float(betaincinv(hits, n - hits + 1, tail)) if hits else 0.0

@@ -72,6 +72,23 @@ def test_draws_of_many_contexts_take_little_memory(monkeypatch):
     assert bootstrap_interval(clusters) == found
 
 
+def test_the_draws_of_an_interval_are_those_of_every_release():
+    """2000 from seed 0, of which 95 % lie within: the leaderboard computes the intervals of earlier results again."""
+    clusters = [[x] * (1 + i % 3) for i, x in enumerate(np.random.default_rng(1).random(20).tolist())]
+    drawn = np.random.default_rng(0).integers(0, 20, size=(2000, 20))
+    sums, counts = (np.array([f(x) for x in clusters])[drawn].sum(axis=1) for f in (sum, len))
+    assert bootstrap_interval(clusters) == tuple(np.percentile(sums / counts, [2.5, 97.5]))
+
+
+def test_graded_scores_have_the_interval_of_their_draws_if_contexts_differ():
+    """By little, or with scores of 0 and 1 among them; more questions, and rounding, are no difference."""
+    for graded in ([[1.0], [0.5], [0.0]], [[0.501], [0.502]]):
+        assert find_interval(graded) == bootstrap_interval(graded)
+    assert np.mean([0.1] * 3) != 0.1
+    for alike in ([[0.5], [0.5, 0.5]], [[0.1], [0.1] * 3], [[0.5]]):
+        assert find_interval(alike) is None
+
+
 def test_turns_of_a_context_are_drawn_together():
     """Forty contexts with five equal turns are worth forty questions; as 200 questions the interval is too narrow."""
     rng = np.random.default_rng(0)
@@ -304,11 +321,12 @@ def test_a_context_counts_by_the_sum_of_its_questions():
 
 
 def test_an_interval_is_honest_at_0_and_1():
-    """Clopper and Pearson's, as published: 3 of 3 and 0 of 10; 8 of 10 from scipy's exact interval."""
+    """Clopper and Pearson's, as published: 3 of 3 and 0 of 10; 1, 8 and 9 of 10 from scipy's exact interval."""
     assert find_interval([[1.0]] * 3) == pytest.approx((0.2924, 1.0), abs=1e-4)
     assert find_interval([[0.0]] * 10) == pytest.approx((0.0, 0.3085), abs=1e-4)
-    exact = binomtest(8, 10).proportion_ci(method="exact")
-    assert find_interval([[1.0]] * 8 + [[0.0]] * 2) == pytest.approx((exact.low, exact.high))
+    for right in (1, 8, 9):
+        exact = binomtest(right, 10).proportion_ci(method="exact")
+        assert find_interval([[1.0]] * right + [[0.0]] * (10 - right)) == pytest.approx((exact.low, exact.high))
 
 
 def test_an_interval_counts_contexts_where_their_answers_agree():
@@ -335,6 +353,18 @@ def test_an_interval_has_the_published_number_of_questions():
     alike = [[1.0] * x + [0.0] * (5 - x) for x in (4, 4, 4, 4, 5, 4, 4, 4, 4, 3)]
     exact = binomtest(40, 50).proportion_ci(method="exact")
     assert find_interval(alike) == pytest.approx((exact.low, exact.high))
+
+
+def test_an_interval_weighs_contexts_by_their_questions():
+    """By hand: 10 of 20 right answers of six contexts count as 6.1385 independent ones, 11 of 20 of two as 2.6863.
+
+    The variances of their means are 6 / 5 * 9 / 20**2 and 2 / 1 * 0.5 / 20**2, the t of 19 is 2.09302, those of 5 and 1
+    are 2.57058 and 12.7062.
+    """
+    six = [[1.0] * right + [0.0] * (n - right) for right, n in ((5, 5), (2, 5), (3, 5), (0, 1), (0, 2), (0, 2))]
+    assert find_interval(six) == pytest.approx((0.12116, 0.87884), abs=1e-5)
+    two = [[1.0] * right + [0.0] * (10 - right) for right in (5, 6)]
+    assert find_interval(two) == pytest.approx((0.04154, 0.97975), abs=1e-5)
 
 
 @pytest.mark.parametrize(("contexts", "questions", "mean"), [(3, 1, 0.9), (20, 1, 0.95), (10, 5, 0.8)])
