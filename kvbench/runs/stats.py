@@ -51,12 +51,11 @@ def find_exact_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, flo
     contexts, questions = len(clusters), float(asked.sum())
     mean = float(right.sum()) / questions
     n = float(contexts)
-    if contexts > 1:
+    if (right * questions != right.sum() * asked).any():  # exact, where the variance may be rounded to more than 0
         variance = contexts / (contexts - 1) * float(((right - mean * asked) ** 2).sum()) / questions**2
-        if variance:
-            upper = (1 + CONFIDENCE) / 2
-            few = stdtrit(questions - 1, upper) / stdtrit(contexts - 1, upper)
-            n = min(max(mean * (1 - mean) / variance * few**2, n), questions)
+        upper = (1 + CONFIDENCE) / 2
+        few = stdtrit(questions - 1, upper) / stdtrit(contexts - 1, upper)
+        n = min(max(mean * (1 - mean) / variance * few**2, n), questions)
     tail, hits = (1 - CONFIDENCE) / 2, mean * n
     low = float(betaincinv(hits, n - hits + 1, tail)) if hits else 0.0
     high = float(betaincinv(hits + 1, n - hits, 1 - tail)) if hits < n else 1.0

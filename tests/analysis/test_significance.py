@@ -355,6 +355,13 @@ def test_an_interval_has_the_published_number_of_questions():
     assert find_interval(alike) == pytest.approx((exact.low, exact.high))
 
 
+def test_contexts_that_do_not_vary_are_counted_whatever_the_rounding():
+    """Seven of 25 right answers each: the share times 25 is 7.000000000000001."""
+    assert 70 / 250 * 25 != 7
+    alike = find_interval([[1.0] * 7 + [0.0] * 18] * 10)
+    assert alike == pytest.approx((special.betaincinv(2.8, 8.2, 0.025), special.betaincinv(3.8, 7.2, 0.975)))
+
+
 def test_an_interval_weighs_contexts_by_their_questions():
     """By hand: 10 of 20 right answers of six contexts count as 6.1385 independent ones, 11 of 20 of two as 2.6863.
 
