@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from kvbench.store.facts import Fact
 SHAPE = Shape(100, tuple(LayerShape(2, 4, 3, 5, window) for window in (None, 40)), itemsize=2)
 """A full layer, and one with a window of 40."""
 ONE = Shape(100, SHAPE.layers[:1], itemsize=2)
+WINDOW = Shape(100, SHAPE.layers[1:], itemsize=2)
 ENTRY = 2 * (3 + 5) * 2
 
 
@@ -100,6 +103,15 @@ def test_a_layer_that_read_nothing_has_no_full_reads():
     memory = ledger.memory()
     assert memory.full_read_bytes_per_step == 40.5 * ENTRY
     assert memory.end_full_bytes == 40 * ENTRY
+    layers[1].seen = 0
+    assert ledger.memory().full_read_bytes_per_step == 0
+
+
+def test_bytes_of_a_part_of_a_token_are_rounded_for_the_whole_batch():
+    """A mean of steps may have one: 100.01 tokens of two sequences are 6400.64 bytes."""
+    ledger = Ledger([Layer(1, seen=100.01)])
+    ledger.note_context(Full(), ONE, 2)
+    assert ledger.memory().end_full_bytes == 6401
 
 
 def test_the_peak_is_the_most_at_once():
@@ -115,18 +127,28 @@ def test_the_peak_is_the_most_at_once():
     assert ledger.memory().peak_bytes == 600
 
 
+def test_a_layer_that_was_not_read_yet_has_no_bytes():
+    """The peak is that of the other one."""
+    ledger = Ledger([Layer(100), Layer(100)])
+    ledger.note_layer(0)
+    assert ledger.to_json()["peak"] == 100
+
+
 def test_a_session_that_waits_counts_the_bytes_of_both():
     """Storages that both hold count once, and so do those of a third session that waits for the second."""
     outer, middle, inner = ([Layer(100)] for _ in range(3))
     inner[0].blocks = [*middle[0].blocks, torch.zeros(5, dtype=torch.uint8)]
+    middle[0].blocks = [*middle[0].blocks, torch.zeros(3, dtype=torch.uint8)]
     first = Ledger(outer)
     second = Ledger(middle, first)
     third = Ledger(inner, second)
     for ledger in (first, second, third):
         ledger.note_context(Full(), ONE, 1)
     assert third.memory().peak_bytes == 105
-    assert second.memory().peak_bytes == 105
-    assert first.memory().peak_bytes == 205
+    assert second.memory().peak_bytes == 108
+    assert first.memory().peak_bytes == 208
+    second.fork([Layer(300)]).note_layers()
+    assert first.memory().peak_bytes == 400
 
 
 def test_facts_are_added_over_layers():
@@ -141,6 +163,15 @@ def test_facts_are_added_over_layers():
     assert effect.facts == {"rows_dropped": 7, "distinct_codes": 9}
     assert (effect.acted, effect.identity, effect.maxima) == (True, True, ("distinct_codes",))
     assert (effect.entries_seen, effect.entries_kept) == (100, (20, 7))
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_the_effect_is_that_of_the_methods_settings_and_the_models_windows(lossless):
+    """Settings that lose entries need an effect, and a model of windows alone holds no more than these."""
+    ledger = Ledger([Layer(1)])
+    method = SimpleNamespace(identity=lambda shape: lossless and shape == WINDOW)
+    ledger.note_context(method, WINDOW, 1)
+    assert (ledger.effect().identity, ledger.effect().entries_seen) == (lossless, 40)
 
 
 @pytest.mark.parametrize("fact", [Fact(0, changed=True), Fact(5)])
@@ -159,10 +190,25 @@ def test_a_fork_goes_on_and_credits_its_reads_and_its_peak():
     ledger.note_context(Full(), SHAPE, 1)
     branch = ledger.fork([Layer(300, read=6), Layer(100, read=2)])
     assert branch.memory().stored_bytes == 200
+    ledger.note_layer(1)
     assert ledger.memory().peak_bytes == 200
     ledger.credit(branch)
     assert ledger.memory().peak_bytes == 400
     assert [x.credited for x in layers] == [6, 2]
+
+
+def test_a_fork_has_the_peak_and_the_batch_of_its_parent():
+    """And a parent that grew beyond its fork keeps its own peak."""
+    layers = [Layer(100)]
+    ledger = Ledger(layers)
+    ledger.note_context(Full(), ONE, 2)
+    branch = ledger.fork([Layer(60)])
+    assert (branch.memory().peak_bytes, branch.memory().full_bytes) == (100, 2 * 100 * ENTRY)
+    for held in (500, 50):
+        layers[0].blocks = [torch.zeros(held, dtype=torch.uint8)]
+        ledger.note_layers()
+    ledger.credit(branch)
+    assert ledger.memory().peak_bytes == 500
 
 
 def test_a_file_of_counts_comes_back():
@@ -173,6 +219,7 @@ def test_a_file_of_counts_comes_back():
     other.load_json(ledger.to_json(), SHAPE, 2)
     assert other.to_json() == ledger.to_json()
     assert (other.memory().stored_bytes, other.memory().peak_bytes) == (130, 140)
+    assert other.memory().full_bytes == 2 * 140 * ENTRY
 
 
 @pytest.mark.parametrize(("counts", "effect", "message"), [
