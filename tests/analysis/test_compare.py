@@ -15,11 +15,13 @@ import pytest
 from kvbench.analysis.compare import (
     PROTOCOL,
     SCORE_PROTOCOL,
+    Difference,
     Regression,
     compare_pair,
     compare_runs,
     describe_code,
     find_baseline,
+    find_conflicts,
     find_full,
     find_regressions,
     is_full,
@@ -86,21 +88,23 @@ FULL = {(0, 0): 1.0, (0, 1): 0.5, (1, 0): 1.0, (2, 0): 0.25, (10, 0): 1.0}
 
 def test_worse_answers_are_listed_worst_first():
     """By the loss, then in the order of samples and turns, without equal and better answers."""
-    full = run("full", FULL, full=True)
-    other = run("other", {(0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.0, (2, 0): 1.0, (10, 0): 0.0})
+    full = run("full", {**FULL, (3, 0): 1.0, (4, 0): 0.5}, full=True)
+    other = run("other", {
+        (0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.0, (2, 0): 1.0, (10, 0): 0.0, (3, 0): 0.0, (4, 0): 0.5,
+    })
     (found,) = find_regressions([other, full])
-    assert (found.run_id, found.full, found.n, found.count) == ("other", "full", 5, 4)
+    assert (found.run_id, found.full, found.n, found.count) == ("other", "full", 7, 5)
     assert found.samples == (
-        Regression("s1", 0, 1.0, 0.0), Regression("s10", 0, 1.0, 0.0), Regression("s0", 0, 1.0, 0.5),
-        Regression("s0", 1, 0.5, 0.0),
+        Regression("s1", 0, 1.0, 0.0), Regression("s3", 0, 1.0, 0.0), Regression("s10", 0, 1.0, 0.0),
+        Regression("s0", 0, 1.0, 0.5), Regression("s0", 1, 0.5, 0.0),
     )
 
 
 def test_a_higher_error_is_a_regression():
-    """For a metric of which lower is better, the sign is reversed."""
-    full = run("full", {(0, 0): 0.0, (1, 0): 1.0}, full=True, higher=False)
-    (found,) = find_regressions([full, run("other", {(0, 0): 1.0, (1, 0): 0.0}, higher=False)])
-    assert found.samples == (Regression("s0", 0, 0.0, 1.0),)
+    """For a metric of which lower is better, the sign is reversed, and so is the order."""
+    full = run("full", {(0, 0): 0.0, (1, 0): 1.0, (2, 0): 0.0}, full=True, higher=False)
+    (found,) = find_regressions([full, run("other", {(0, 0): 1.0, (1, 0): 0.0, (2, 0): 2.0}, higher=False)])
+    assert found.samples == (Regression("s2", 0, 0.0, 2.0), Regression("s0", 0, 0.0, 1.0))
 
 
 def test_only_common_questions_count():
@@ -130,6 +134,9 @@ def test_a_run_is_compared_with_the_full_cache_of_its_protocol(result):
         object.__setattr__(x.result, "spec", spec)
     assert [x.full for x in find_regressions(runs)] == ["own"]
     assert [x.full for x in find_regressions([runs[0], runs[2]])] == ["other"]
+    third = run("third", FULL, full=True)
+    object.__setattr__(third.result, "spec", other)
+    assert [x.full for x in find_regressions([runs[0], third, runs[2]])] == ["other"]  # the first, where none is
 
 
 def test_a_method_without_a_budget_that_loses_entries_is_not_the_full_cache():
@@ -145,6 +152,8 @@ def test_a_draft_and_reused_entries_are_not_the_full_cache(part):
     """Methods without a budget that keep every entry, too."""
     other = run("other", FULL, full=True)
     assert is_full(other.result)
+    assert not is_full(other.result.model_copy(update={"budget": run("a", FULL).result.budget}))
+    assert not is_full(other.result.model_copy(update={"effect": None}))
     assert not is_full(other.result.model_copy(update={part: SimpleNamespace()}))
 
 
@@ -171,7 +180,16 @@ def test_a_difference_is_tested_by_context():
     """Five contexts of four questions each that all got worse: p = 2 / 2**5."""
     asked = list(product(range(5), range(4)))
     found = compare_pair(run("a", dict.fromkeys(asked, 1.0)), run("b", dict.fromkeys(asked, 0.0)))
-    assert (found.n, found.contexts, found.mean, found.p) == (20, 5, -1.0, 2 / 32)
+    assert (found.n, found.contexts, found.mean, found.p, found.least_p) == (20, 5, -1.0, 2 / 32, 2 / 32)
+    first, *others = (run(name, dict.fromkeys(asked, float(name == "a"))) for name in "abc")
+    assert [x.least_p for x in compare_runs(first, others)] == [4 / 32] * 2
+
+
+def test_questions_of_a_context_belong_together_in_any_order():
+    """A journal may hold the first questions of all contexts before the second ones."""
+    asked = [(index, turn) for turn in range(2) for index in range(6)]
+    found = compare_pair(run("a", dict.fromkeys(asked, 1.0)), run("b", dict.fromkeys(asked, 0.0)))
+    assert (found.n, found.contexts, found.p) == (12, 6, 2 / 2**6)
 
 
 def test_contexts_without_a_score_give_no_ranks():
@@ -196,6 +214,25 @@ def test_too_few_contexts_cannot_tell():
         assert ranks == ([None] * (others + 1) if few else [1, *[2] * others])
         assert find_needed_contexts(others) <= contexts or few
     assert [find_needed_contexts(x) for x in (1, 4, 10)] == [6, 8, 9]
+
+
+def test_a_p_value_of_5_percent_is_not_significant():
+    """Nor is it enough if no smaller one can be reached."""
+    def judge(adjusted, least):
+        found = Difference("a", 20, 20, 0.5, None, 0.01, adjusted, least)
+        return found.too_few, found.within_noise, found.judge(higher_is_better=True)
+
+    assert judge(0.05, 0.01) == (False, True, "not significant")
+    assert judge(0.05, 0.05) == (True, None, "too few to tell")
+    assert judge(0.049, 0.05) == (False, False, "better")
+
+
+@pytest.mark.parametrize(("mean", "higher", "verdict"), [
+    (0.5, True, "better"), (-0.5, True, "worse"), (0.5, False, "worse"), (-0.5, False, "better"),
+])
+def test_the_metric_gives_the_direction_of_a_verdict(mean, higher, verdict):
+    """A lower error is better."""
+    assert Difference("a", 20, 20, mean, None, 0.01, 0.01).judge(higher_is_better=higher) == verdict
 
 
 def test_a_significant_difference_of_few_contexts_is_told():
@@ -228,7 +265,9 @@ def test_a_run_that_failed_or_has_other_questions_gets_no_verdict():
     """It is not that its contexts are too few."""
     others = [run("failed", FULL, status="failed"), run("alien", FULL, prompt="q")]
     found = compare_runs(run("first", FULL), others)
-    assert [(x.judge(higher_is_better=True), x.too_few, x.within_noise) for x in found] == [("", False, None)] * 2
+    found += compare_runs(run("failed", FULL, status="failed"), [run("other", FULL)])
+    assert [(x.judge(higher_is_better=True), x.too_few, x.within_noise) for x in found] == [("", False, None)] * 3
+    assert [(x.n, x.contexts, x.mean) for x in found] == [(0, 0, None)] * 3
 
 
 def test_more_runs_need_larger_differences():
@@ -262,6 +301,27 @@ def test_runs_that_do_not_differ_share_a_rank():
     runs = [right("a", 4), right("b", 20), right("c", 15), right("d", 3)]
     assert rank_runs(runs) == [3, 1, 1, 3]
     assert rank_runs([right("a", 19), right("b", 19)]) == [1, 1]
+
+
+def test_ranks_are_tested_by_context():
+    """Five contexts of eight that lost three questions each are 2 / 2**5, not 2 / 2**15.
+
+    A context counts by the sum of its questions: next to eight that lost three each, two that won one do not matter.
+    """
+    def rank(*differences):
+        asked = [(i, turn) for i, x in enumerate(differences) for turn in range(max(1, abs(x)))]
+        first = run("a", {(i, turn): float(differences[i] < 0) for i, turn in asked})
+        return rank_runs([first, run("b", {(i, turn): float(differences[i] > 0) for i, turn in asked})])
+
+    assert rank(*[-3] * 5, 0, 0, 0) == [1, 1]
+    assert rank(*[-3] * 8, 1, 1) == [1, 2]
+
+
+def test_questions_under_other_names_are_other_questions():
+    """A run whose prompts are those of the others, but of other samples, cannot be paired with them."""
+    moved = right("moved", 20)
+    moved = FinishedRun(moved.folder, moved.result, {(f"x{key[0]}", key[1]): x for key, x in moved.lines.items()})
+    assert rank_runs([right("a", 5), moved, right("b", 5)]) == [1, None, 1]
 
 
 def test_a_lower_error_ranks_higher():
@@ -446,6 +506,10 @@ def test_the_full_cache_run_on_the_same_questions_is_found(result, tmp_path):
     assert find_full(result.spec, tmp_path) == result
     assert find_full(spec_of(result, method=result.spec.method.model_copy(update={"name": "x"})), tmp_path) == result
     assert find_full(spec_of(result, seed=1), tmp_path) is None
+    lossy = result.effect.model_copy(update={"n": 5})
+    for change in ({"effect": lossy}, {"score": result.score.model_copy(update={"mean": None})}):
+        write_record(tmp_path / "b" / "result.json", result.model_copy(update=change))
+        assert find_full(result.spec, tmp_path) is None
 
 
 # Finding runs
@@ -513,10 +577,25 @@ def test_different_code_gives_a_warning(result):
     assert describe_code([same, same]) is None
     line = describe_code([same, change("sources", harness="0"), change("versions", torch="1.0")])
     assert "torch" in line and "source of the harness" in line
-    assert "source of the method" in describe_code([same, change("sources", method="0")])
-    other = change("sources", method="0").result.spec
-    other = other.model_copy(update={"method": other.method.model_copy(update={"name": "another"})})
-    assert describe_code([same, FinishedRun(Path(), result.model_copy(update={"spec": other}), {})]) is None
+    for part in ("method", "kernels"):
+        assert f"source of the {part} of full" in describe_code([same, change("sources", **{part: "0"})])
+        other = change("sources", **{part: "0"}).result.spec
+        other = other.model_copy(update={"method": other.method.model_copy(update={"name": "another"})})
+        assert describe_code([same, FinishedRun(Path(), result.model_copy(update={"spec": other}), {})]) is None
+
+
+def test_conflicts_are_failures_and_differences_of_protocol(result):
+    """A line each, with the values of all runs; runs of several tasks are refused."""
+    runs = [FinishedRun(Path(), result.model_copy(update=x), {}) for x in (
+        {}, {"history": "own"}, {"run_id": "x", "status": "failed", "error": "1 of 4 samples failed"},
+    )]
+    assert find_conflicts(runs[:1] * 2) == []
+    assert find_conflicts(runs) == [
+        "x failed: 1 of 4 samples failed", f"history differs: {result.history}, own, {result.history}",
+    ]
+    other = result.model_copy(update={"task": result.task.model_copy(update={"name": "another"})})
+    with pytest.raises(UserError, match=r"belong to different tasks \(another, niah_multikey_1\)"):
+        find_conflicts([runs[0], FinishedRun(Path(), other, {})])
 
 
 def test_a_journal_with_fewer_answers_than_its_result_states_is_refused(tmp_path):
