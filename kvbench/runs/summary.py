@@ -66,7 +66,7 @@ def summarize(
             f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and it does not declare these "
             "settings lossless: the run does not measure the method."
         )
-    others = {} if failed or job.model.random else {
+    others = {} if failed else {
         x.id: fmean(found) for x in job.task.scorers
         if (found := [line.scores[x.id] for line in good if x.id in line.scores])
     }

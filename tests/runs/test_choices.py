@@ -334,11 +334,11 @@ def test_the_agreement_of_a_run_is_the_mean_over_turns():
     """Part by part, over the turns that reach it."""
     def turn(*tops):
         parts = tuple(AgreementPart(start=64 * i, top1=x, kl=1 - x, n=10) for i, x in enumerate(tops))
-        agreement = Agreement(top1=tops[0], kl=0.0, n=10 * len(tops), by_distance=parts)
+        agreement = Agreement(top1=tops[0], kl=tops[0] / 4, n=10 * len(tops), by_distance=parts)
         return Line.model_construct(agreement=agreement)
 
     found = _agreement([turn(1.0, 0.5), turn(0.5)])
-    assert (found.top1, found.n) == (0.75, 30)
+    assert (found.top1, found.kl, found.n) == (0.75, 0.1875, 30)
     assert [(x.start, x.top1, x.kl, x.n) for x in found.by_distance] == [(0, 0.75, 0.25, 20), (64, 0.5, 0.5, 10)]
 
 

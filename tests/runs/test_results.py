@@ -15,24 +15,31 @@ from kvbench.budget import Budget, BudgetKind
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
+from kvbench.kernels.choice import join
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import Journal, finished_samples, read_file, read_lines, write_atomic
 from kvbench.runs.journal import CacheBytes, Effect, Line, LosslessLine, Machine
+from kvbench.runs.options import Request
+from kvbench.runs.prepare import prepare
 from kvbench.runs.results import DiffusionResult, Result
-from kvbench.runs.stats import bootstrap_interval
+from kvbench.runs.stats import bootstrap_interval, find_interval
 from kvbench.runs.summary import (
     _agreement,
     _batch,
     _diffusion,
+    _kernels,
     _latency,
     _lossless,
+    _required_acted,
     _reuse,
     score_lines,
+    summarize,
     summarize_bytes,
     summarize_effect,
 )
 
 SAMPLES, TURNS = 3, 2
+TOY = f"{Path(__file__).parents[1] / 'toys' / 'toy.py'}:Toy"
 
 
 def line(index: int, turn: int, **changes: object) -> Line:
@@ -213,15 +220,32 @@ def test_a_turn_without_a_decode_step_has_no_reads():
 
 
 def test_bytes_of_every_tier_are_in_the_total():
-    """Of two contexts with 50 and 20 of 100 bytes on the device, 10 on the host and 5 in a file each."""
-    lines = [sized(0, 0, 50, 80, 100), sized(1, 0, 20, 80, 100)]
-    moved = {"host_bytes": 10, "file_bytes": 5}
+    """Of contexts of 10 and 30 tokens with 50 and 20 of 100 bytes on the device, 10 on the host and 5 in a file each.
+
+    Spare bytes and those of later tokens are not, nor are lines without bytes or tokens.
+    """
+    first, second = sized(0, 0, 50, 80, 100), sized(1, 0, 20, 80, 100)
+    longer = second.tokens.model_copy(update={"context": 30})
+    lines = [
+        first, second.model_copy(update={"tokens": longer}), line(2, 0, tokens=longer),
+        sized(3, 0, 99, 99, 99).model_copy(update={"tokens": None}),
+    ]
+    moved = {"host_bytes": 10, "file_bytes": 5, "spare_bytes": 7, "end_bytes": 99}
     found = summarize_bytes(
-        [x.model_copy(update={"bytes": x.bytes.model_copy(update=moved)}) for x in lines if x.bytes], "float32",
+        [x.model_copy(update={"bytes": x.bytes and x.bytes.model_copy(update=moved)}) for x in lines], "float32",
         forks=False,
     )
     assert found is not None
-    assert (found.ratio, found.ratio_total, found.bytes_per_token) == (0.35, 0.5, 3.5)
+    assert (found.ratio, found.ratio_total, found.bytes_per_token) == (0.35, 0.5, 1.75)
+    assert (found.full_bytes, found.full_16bit_bytes) == (100, 50)
+
+
+def test_a_count_that_some_lines_lack_is_none():
+    """Files of earlier versions."""
+    lines = [sized(0, 0, 50, 80, 100), sized(1, 0, 50, 80, 100)]
+    counted = lines[0].bytes.model_copy(update={"distinct_read_bytes_per_step": 8})
+    found = summarize_bytes([lines[0].model_copy(update={"bytes": counted}), lines[1]], "float32", forks=False)
+    assert (found.distinct_read_bytes_per_step, found.read_bytes_per_step) == (None, 80)
 
 
 def timed(
@@ -249,6 +273,18 @@ def test_times_are_medians_over_answers():
     assert found.tokens_per_s == pytest.approx(50 / 5.5)
 
 
+def test_there_are_no_medians_of_times_that_are_not_a_users():
+    """Where a context of two questions took a shared prefill, or an answer came from another machine."""
+    shared = [x.model_copy(update={"shared_prefill": x.index == 0}) for x in TIMED]
+    found = _latency(shared)
+    assert found.untimed == "1 context took a prefill that other runs of the sweep share"
+    machines = [Machine(cpu="a", gpu=None, threads=1 + (x.index == 2)) for x in TIMED]
+    mixed = _latency([x.model_copy(update={"machine": y}) for x, y in zip(TIMED, machines, strict=True)])
+    assert mixed.mixed == "samples ran on a with 1 thread and on a with 2 threads"
+    for x in (found, mixed):
+        assert (x.prefill_s, x.compress_s, x.ttft_s, x.tpot_s, x.tokens_per_s, x.p50, x.p95, x.n) == (*[None] * 7, 0)
+
+
 def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_method():
     """Over answers with times; and every answer's first token comes without a round."""
     drafts = {"rounds": 4, "drafted": 20, "accepted": 15, "reloaded_bytes": 100, "different": 0, "plain_s": 3.0}
@@ -258,6 +294,29 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_method():
     assert found.speedup == pytest.approx(6 / 5)
     assert (found.acceptance, found.accepted_per_round, found.tokens_per_round) == (0.75, 3.75, 2.0)
     assert found.reloaded_bytes_per_token == 200 / 16
+
+
+def test_bytes_of_a_context_count_once_and_its_different_tokens_add_up():
+    """Of two contexts, the first with two answers; one that took a shared prefill leaves no speed-up."""
+    drafts = {"rounds": 4, "drafted": 20, "accepted": 15, "reloaded_bytes": 100, "plain_s": 3.0}
+    lines = [
+        x.model_copy(update={
+            "bytes": sized(0, 0, 20 if x.index else 50, 80, 100).bytes, "shared_prefill": x.index == 1,
+            "lossless": LosslessLine(**drafts, different=1 + number),
+        })
+        for number, x in enumerate(TIMED[:3])
+    ]
+    found = _lossless(lines)
+    assert (found.resident_bytes, found.different, found.tokens, found.speedup) == (35, 6, 6, None)
+
+
+def test_a_kernel_that_ran_in_two_implementations_names_both():
+    """In different samples; each operation once, in order."""
+    ran = [{"quantize.pack": "torch", "attend.one": "triton"}, {"attend.one": "torch", "attend.two": "triton"}]
+    found = _kernels("triton", [line(index, 0, kernels=x) for index, x in enumerate(ran)])
+    assert (found.implementation, found.ops) == ("triton", ("attend", "quantize"))
+    assert found.ran == {"attend.one": join("triton", "torch"), "attend.two": "triton", "quantize.pack": "torch"}
+    assert join("triton", "torch") not in ("triton", "torch")
 
 
 def test_answers_of_one_token_take_no_round():
@@ -335,9 +394,9 @@ DENOISED = [
 """4 passes over 30 of 40 positions, and 12 over 10 of 60."""
 
 
-def diffuse(lines: list[Line]) -> DiffusionResult:
-    """The result of these answers of a fixed number of steps."""
-    asked = SimpleNamespace(threshold=None, remasking="low-confidence", temperature=0.0)
+def diffuse(lines: list[Line], threshold: float | None = None) -> DiffusionResult:
+    """The result of these answers of a fixed number of steps, or of a threshold."""
+    asked = SimpleNamespace(threshold=threshold, remasking="low-confidence", temperature=0.0)
     job = SimpleNamespace(spec=SimpleNamespace(generation=SimpleNamespace(denoising=asked)))
     return _diffusion(job, lines)
 
@@ -359,6 +418,21 @@ def test_a_policy_is_compared_with_the_baselines_that_ran_for_every_answer():
     assert (plain.speedup, plain.tokens_per_s) == (2, 1.25)
 
 
+def test_a_threshold_has_no_number_of_steps():
+    """It decides; and a baseline without scores has no mean."""
+    plain = DENOISED[0].denoising.baselines["none"].model_copy(update={"score": None})
+    cost = DENOISED[0].denoising.model_copy(update={"baselines": {"none": plain}})
+    found = diffuse([DENOISED[0].model_copy(update={"denoising": cost})], 0.9)
+    assert (found.steps, found.threshold, found.baselines["none"].mean) == (None, 0.9, None)
+
+
+def test_bytes_per_token_of_a_diffusion_model_are_those_of_prompt_and_response():
+    """50 bytes for the 40 positions of its passes."""
+    stored = sized(0, 0, 50, 80, 100)
+    lines = [DENOISED[0].model_copy(update={"bytes": stored.bytes, "tokens": stored.tokens})]
+    assert summarize_bytes(lines, "float32", forks=False).bytes_per_token == 1.25
+
+
 def test_tokens_per_second_of_two_machines_are_not_mixed():
     """A speed-up is of two times on one machine each."""
     machines = ({"cpu": "a", "gpu": None, "threads": x} for x in (1, 2))
@@ -376,8 +450,93 @@ def test_a_score_is_the_mean_over_questions():
     assert (found.mean, found.partial_mean, [(x.mean, x.n) for x in found.by_turn]) == (
         0.75, 0.75, [(0.5, 2), (1.0, 1), (1.0, 1)]
     )
+    clusters = [[1.0, 1.0, 1.0], [0.0]]
+    early = score_lines(metric, lines, lambda x: x.score, "bootstrap")
+    assert (found.interval, found.ci95) == ("exact", find_interval(clusters))
+    assert (early.interval, early.ci95) == ("bootstrap", bootstrap_interval(clusters))
     failed = score_lines(metric, [*lines, line(2, 0, score=None, error="MemoryError: out")], lambda x: x.score)
     assert (failed.mean, failed.partial_mean, failed.ci95) == (None, 0.75, None)
+
+
+@pytest.fixture
+def job(model_folder, tmp_path):
+    """A run of three contexts with two questions each."""
+    return prepare(Request(
+        "snapkv", TOY, model=str(model_folder), samples=SAMPLES, turns=TURNS, mode="multi-turn", length=180,
+        device="cpu", out=tmp_path,
+    ))
+
+
+def answered(index: int, turn: int, score: float | None, *, acted: bool = True, **changes: object) -> Line:
+    """An answer of 2 or 3 tokens, in samples that ran in reverse order."""
+    effect = Effect(acted=acted, identity=False, entries_seen=9, entries_kept=(9.0,), facts={})
+    tokens = {"context": 10, "query": 5, "generated": 2 + turn, "reference": 7 + turn}
+    scores = {} if score is None else {"toy-odd@1": score, "toy-length@1": score / 4}
+    return line(index, turn, **{
+        "score": score, "scores": scores, "tokens": tokens, "effect": effect, "started": f"2027-01-0{9 - index}",
+        "bytes": sized(index, turn, 50 - 10 * index, 80, 100).bytes, **changes,
+    })
+
+
+def test_samples_that_failed_count_nowhere_but_in_the_time(job):
+    """Nor do their earlier answers; the first in the order of samples is named."""
+    lines = [
+        answered(2, 0, None, error="MemoryError: out"), answered(1, 0, 1.0),
+        answered(1, 1, None, error="ValueError: b"), answered(0, 0, 1.0), answered(0, 1, 0.0),
+    ]
+    found = summarize(job, lines)
+    assert (found.status, found.error) == ("failed", "2 of 3 samples failed; the first: ValueError: b")
+    assert (found.n_failed, found.n_scored, found.n_questions, found.scores) == (2, 1, 2, {})
+    assert (found.score.mean, found.score.partial_mean, found.score.ci95) == (None, 0.5, None)
+    assert (found.output.tokens, found.memory.stored_bytes, found.effect.n) == (5, 50, 1)
+    assert (found.environment.started, found.environment.seconds) == ("2027-01-07", 5 * 0.25)
+    stated = found.environment.model_copy(update={"started": "", "seconds": 0.0})
+    assert summarize(job, lines, stated).environment == found.environment
+
+
+def test_a_result_counts_contexts_questions_and_tokens(job):
+    """One context of three has no score; both questions of another were shortened, and one answer was cut."""
+    cut = {"facts": {"cut_tokens": 3}}
+    lines = [
+        answered(0, 0, 1.0, **cut), answered(0, 1, 0.0, **cut), answered(1, 0, 1.0), answered(1, 1, 1.0),
+        answered(2, 0, None), answered(2, 1, None, stop_reason="length"),
+    ]
+    found = summarize(job, lines)
+    assert (found.status, found.n_samples, found.n_scored, found.n_questions, found.n_failed) == ("ok", 3, 2, 6, 0)
+    assert (found.score.mean, found.scores) == (0.75, {"toy-odd@1": 0.75, "toy-length@1": 0.1875})
+    output = found.output
+    assert (output.tokens, output.reference_tokens, output.truncated) == (15, 7.5, 1)
+    assert output.stop_reasons == {"stop": 5, "length": 1}
+    assert (found.memory.stored_bytes, found.memory.full_16bit_bytes) == (40, 50)
+    lines[0] = answered(0, 0, 1.0, tokens={"context": 10, "query": 5, "generated": 2})  # of a file without references
+    assert summarize(job, lines).output.reference_tokens is None
+
+
+def test_a_method_must_act_in_every_sample(job):
+    """Acting in one of three fails the run."""
+    lines = [answered(index, turn, 1.0, acted=index == 1) for index in range(SAMPLES) for turn in range(TURNS)]
+    found = summarize(job, lines)
+    assert found.status == "failed"
+    assert found.error.startswith("snapkv acted in 1 of 3 samples, ")
+
+
+@pytest.mark.parametrize(("denoising", "needed"), [
+    (None, 3), (SimpleNamespace(threshold=None), 3), (SimpleNamespace(threshold=0.9), 1),
+])
+def test_only_where_a_threshold_decides_one_sample_is_enough(denoising, needed):
+    """If any must act."""
+    spec = SimpleNamespace(generation=SimpleNamespace(denoising=denoising))
+    assert (_required_acted(spec, 3), _required_acted(spec, 0)) == (needed, 0)
+
+
+def test_a_result_names_the_machine_of_its_samples_if_it_is_one(job):
+    """Otherwise the one that writes it."""
+    elsewhere = [Machine(cpu="elsewhere", gpu=None, threads=x) for x in (1000, 2000)]
+    lines = [answered(index, 0, 1.0, machine=elsewhere[0]) for index in range(SAMPLES)]
+    environment = summarize(job, lines).environment
+    assert (environment.cpu, environment.threads) == ("elsewhere", 1000)
+    lines[2] = answered(2, 0, 1.0, machine=elsewhere[1])
+    assert summarize(job, lines).environment.threads not in (1000, 2000)
 
 
 def test_facts_add_up_over_samples_and_distinct_codes_do_not():
@@ -388,6 +547,21 @@ def test_facts_add_up_over_samples_and_distinct_codes_do_not():
         for i, x in enumerate(facts)
     ]
     assert summarize_effect("bits", lines).facts == {"entries_quantized": 12, "distinct_codes": 4}
+
+
+def test_a_method_acts_in_a_sample_if_it_acts_in_any_turn():
+    """And need not where every turn is lossless; what was kept is a mean over first turns."""
+    turns = [
+        (0, 0, 10, (4.0, 2.0), True, False), (0, 1, 99, (0.0, 0.0), True, True),
+        (1, 0, 20, (6.0, 4.0), True, False), (1, 1, 99, (0.0, 0.0), True, False),
+        (2, 0, 30, (11.0, 9.0), False, True), (2, 1, 99, (0.0, 0.0), False, False),
+    ]
+    found = summarize_effect("stored", [
+        line(index, turn, effect=Effect(acted=acted, identity=identity, entries_seen=seen, entries_kept=kept, facts={}))
+        for index, turn, seen, kept, identity, acted in turns
+    ])
+    assert (found.n, found.n_acted, found.n_identity) == (2, 2, 1)
+    assert (found.entries_seen, found.entries_kept, found.entries_kept_by_layer) == (20, 6.0, (7.0, 5.0))
 
 
 def read(turn: int, **facts: int) -> Line:
