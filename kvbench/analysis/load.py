@@ -121,6 +121,7 @@ def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRu
         UserError: a run is damaged that was given itself, or all are.
     """
     found: list[FinishedRun] = []
+    by_id: dict[str, list[FinishedRun]] = {}
     for folder in folders:
         try:
             run = load_run(folder)
@@ -129,8 +130,10 @@ def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRu
                 raise
             say(f"warning: skipped: {error}")
             continue
-        original = next((x for x in found if x.result.run_id == run.result.run_id and x.result == run.result), None)
+        same = by_id.setdefault(run.result.run_id, [])
+        original = next((x for x in same if x.result == run.result), None)
         if original is None:
+            same.append(run)
             found.append(run)
         else:
             say(f"{folder}: skipped, a copy of {original.folder}.")

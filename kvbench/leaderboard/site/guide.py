@@ -42,6 +42,8 @@ OPTIONS = {Axis.STORED: "memory", Axis.READ: "read", Axis.COMPUTED: "computed"}
 """Options of `kvbench suggest`."""
 COLUMNS = *(f"against {x}" for x in BASELINES), "verdict", "stored", "read", "computed", "per token"
 """Columns of the evidence, as `describe_standing` names them, after protocol and score."""
+FIELDS = "protocol", "score", "95 % interval", *COLUMNS, "since", "page", "group"
+"""Texts of a run: those of `describe_standing`, and the addresses of its page and of its protocol's."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class FrontPage:
     columns = COLUMNS
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = [x for x in groups if any(row.listed.counted and row not in x.anchors for row in x.rows)]
+        self.groups = [x for x in groups if _list_counted(x)]
         self.guide = Guide(_make_protocol(x) for x in self.groups)
         self.examples = {x.key: x.example for x in self.guide.protocols}
         examples = list(self.examples.values())
@@ -136,9 +138,8 @@ class FrontPage:
         groups = [x for x in self.groups if self.examples[x.key].model.id == model]
         techniques: dict[str, list[RankedRun]] = {}
         for group in groups:
-            for row in group.rows:
-                if row.listed.counted and row.result.status == "ok" and row not in group.anchors:
-                    techniques.setdefault(name_technique(row.result), []).append(row)
+            for row in _list_counted(group):
+                techniques.setdefault(name_technique(row.result), []).append(row)
         rows = [
             SummaryRow(key, self.guide.labels[key], tuple(rows), tuple(
                 tuple(self._place(x, group) for x in group.rows if any(x is y for y in rows)) for group in groups
@@ -168,7 +169,7 @@ class FrontPage:
             for m, limit, turns, task, answer in self._answer_all()
         }
         document = {
-            "usual": [self._choose_turns(x) for x in self.models], "texts": list(table.texts), "fields": table.fields,
+            "usual": [self._choose_turns(x) for x in self.models], "texts": list(table.texts), "fields": FIELDS,
             "runs": table.runs, "answers": answers,
         }
         text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
@@ -201,7 +202,6 @@ class _Table:
         self.sanitize, self.pages = sanitize, pages
         self.names = {id(row.listed.run): row.listed.name for group in groups for row in group.rows}
         self.texts: dict[str, int] = {}
-        self.fields: list[str] = []
         self.runs: list[list[Any]] = []
         self._known: dict[int, int] = {}
 
@@ -234,8 +234,7 @@ class _Table:
             described = describe_standing(standing)
             texts = {**described, "page": f"runs/{self.names[id(standing.run)]}/index.html",
                      "group": f"protocols/{standing.protocol.key}.html"}
-            self.fields = list(texts)
-            self.runs.append([[self._text(x) for x in texts.values()], _draw_interval(standing)])
+            self.runs.append([[self._text(texts[x]) for x in FIELDS], _draw_interval(standing)])
         return self._known[key]
 
     def _text(self, text: str) -> int:
@@ -257,6 +256,11 @@ def _write_command(question: Question) -> str:
     words += [] if question.task is None else ["--task", question.task]
     words += [] if question.visibility is None else ["--visibility", question.visibility]
     return shlex.join([*words, "--results", "results"])
+
+
+def _list_counted(group: Group) -> list[RankedRun]:
+    """The runs of techniques that count: neither failed nor of the full cache."""
+    return [x for x in group.rows if x.listed.counted and x.result.status == "ok" and x not in group.anchors]
 
 
 def _make_protocol(group: Group) -> ProtocolRuns:

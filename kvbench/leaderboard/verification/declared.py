@@ -341,7 +341,7 @@ def _check_end(x: AnsweredTurn, method: Method, shape: Shape, run: Shape) -> Non
 def _least_at_end(x: AnsweredTurn, method: Method, shape: Shape) -> int:
     """Bytes of all entries of a conversation without those that were dropped; 0 where entries may take fewer bytes.
 
-    Below 0 where more entries were dropped than the smaller layers have.
+    It can be negative, because every dropped entry is taken for one of the widest layer.
 
     shape: of the context, or of the part of it that is run.
     """
