@@ -32,7 +32,10 @@ def answers_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Show questions, reference answers, answers and scores of a run; of two runs, changed answers first."""
+    """Show the questions of a run with answers and scores.
+
+    Reference answers stand next to the model's own. Of two runs, changed answers come first.
+    """
     from kvbench.analysis.answers import choose, read_asked
     from kvbench.analysis.load import find_run
 

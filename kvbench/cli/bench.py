@@ -63,7 +63,10 @@ def bench_command(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Time methods and the full cache: attention kernels, decode steps, or whole answers (docs/timing.md)."""
+    """Time attention kernels, decode steps or whole answers.
+
+    The full cache is timed next to the methods (docs/timing.md).
+    """
     from kvbench.analysis.formatting import print_table
     from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import BenchRequest, run_bench
@@ -112,7 +115,10 @@ def plan_command(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Predict memory, the fastest possible decode step and the largest batch on a GPU, without running anything."""
+    """Predict memory, step time and largest batch; nothing runs.
+
+    The step is the fastest that the GPU's memory and arithmetic allow.
+    """
     from kvbench.bench.forecast import make_forecast
     from kvbench.settings import parse_pairs
 

@@ -44,7 +44,7 @@ def check_command(
     ] = "cpu",
     as_json: Json = False,
 ) -> int:
-    """Test the invariants of a method, or check the examples of a task. Exit code 1 if a check fails."""
+    """Test a method's invariants, or a task's examples. Exit code 1 if a check fails."""
     from kvbench.registry import find_either
     from kvbench.settings import configure, parse_pairs
     from kvbench.task import Task

@@ -27,7 +27,10 @@ def compare_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Compare runs of one task: paired differences to a baseline with p-values, ranks, and worse answers."""
+    """Compare runs of one task with paired tests.
+
+    It prints differences from a baseline with p-values, ranks, and answers that became worse.
+    """
     from kvbench.analysis.compare import (
         compare_runs,
         describe_code,

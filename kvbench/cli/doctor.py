@@ -9,9 +9,9 @@ from kvbench.cli.output import print_json
 
 
 def doctor_command(*, as_json: Json = False) -> int:
-    """Check Python, packages, hardware, disk and bundled models, and say what is slow or missing here.
+    """Check Python, packages, hardware, disk and bundled models.
 
-    Exit code 1 if something is wrong.
+    It says what is slow or missing here. Exit code 1 if something is wrong.
     """
     from kvbench.analysis.formatting import print_table
     from kvbench.cli.probes import examine

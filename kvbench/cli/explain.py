@@ -27,7 +27,10 @@ def explain_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """List the settings in which two runs differ and, with --run, the effect of each one on the score."""
+    """List the settings in which two runs differ.
+
+    With --run it measures the effect of each one on the score.
+    """
     from kvbench.analysis.explain import find_changes, find_rerun, measure
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, load_run

@@ -40,7 +40,7 @@ def add_command(name: Name, *, as_json: Json = False) -> int:
 
 @app.command("list")
 def list_command(*, as_json: Json = False) -> int:
-    """List the models that can be added, and the GGUF files that are converted."""
+    """List models that can be added, and converted GGUF files."""
     from kvbench.analysis.formatting import print_table
 
     cards = read_cards()

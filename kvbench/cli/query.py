@@ -20,7 +20,10 @@ def query_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Query finished runs and findings with SQL; 'DESCRIBE results' lists the columns."""
+    """Query finished runs and findings with SQL.
+
+    'DESCRIBE results' lists the columns.
+    """
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import RUNS
     from kvbench.analysis.query import query_runs

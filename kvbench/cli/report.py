@@ -31,7 +31,10 @@ def report_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Write finished runs to one HTML file: tables with ranks, and charts of score against bytes and time."""
+    """Write finished runs to one HTML file of tables and charts.
+
+    Tables have ranks; charts show the score against bytes and time.
+    """
     kind = output.suffix.lower()
     if kind not in KINDS:
         raise unknown("report format", output.suffix or str(output), KINDS, "Change the file name given with -o.")

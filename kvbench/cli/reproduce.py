@@ -48,7 +48,7 @@ def reproduce_command(
     out: RunsOut = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """Compare a paper's numbers with measured ones, with a verdict for each. The same command resumes."""
+    """Compare a paper's numbers with measured ones. The same command resumes."""
     if sum((claim is not None, listed, method is not None, shape is not None)) != 1:
         raise UserError(
             "reproduce takes exactly one of: a claim, --list, --method, --shape. See `kvbench reproduce --help`."

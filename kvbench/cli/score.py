@@ -23,7 +23,10 @@ def score_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Score the answers of a run again, without a model and without changing the run."""
+    """Score the answers of a run again, without a model.
+
+    The run is not changed.
+    """
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run
     from kvbench.analysis.metrics import Metric

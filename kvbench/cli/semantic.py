@@ -32,7 +32,10 @@ def semantic_command(
     seed: Annotated[int, typer.Option(help="Of made pairs, draws, halves and clusters.", min=0, max=MOST_SEED)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show precision and recall of semantic caches on pairs of questions, and their threshold curve."""
+    """Show precision and recall of semantic caches.
+
+    They are measured on pairs of questions, with a curve by threshold.
+    """
     import random
     from dataclasses import asdict
 

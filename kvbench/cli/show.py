@@ -57,7 +57,10 @@ def show_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Show a run, the card and settings of a method, task or model, or the runs of a suite."""
+    """Show a run, method, task, model or suite.
+
+    It prints the card and settings of a method, task or model, and the runs of a suite.
+    """
     from kvbench.analysis.formatting import print_table
     from kvbench.analysis.load import find_run, locate_run
 

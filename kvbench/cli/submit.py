@@ -45,10 +45,10 @@ def submit_command(
     out: Out = Path("runs"),
     as_json: Json = False,
 ) -> int:
-    """Pack runs, verify them locally (level L0), and deliver them to a leaderboard.
+    """Pack runs and deliver them to a leaderboard.
 
-    Nothing is delivered unless every run can be packed. A run that would be refused is not delivered. The exit code is
-    then 1, and also if the server refused a run.
+    They are verified first on this machine (level L0). Nothing is delivered unless every run can be packed. A run
+    that would be refused is not delivered. The exit code is then 1, and also if the server refused a run.
     """
     from kvbench.analysis.load import find_runs
     from kvbench.leaderboard.submission.bundle import pack_run

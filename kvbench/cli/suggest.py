@@ -44,10 +44,10 @@ def suggest_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Suggest techniques for a model and a size limit, from finished runs, with the evidence.
+    """Suggest techniques for a model and a size limit.
 
-    Techniques are ranked only where a paired test can tell them apart. The leaderboard's first page gives the same
-    answers.
+    It compares finished runs and shows the evidence. Techniques are ranked only where a paired test can tell them
+    apart. The leaderboard's first page gives the same answers.
     """
     check_results(results or [])
     # A first run that is not finished does not hide the curated results.

@@ -31,7 +31,7 @@ Format = Annotated[str | None, typer.Option("--format", help="Format of a file, 
 
 @app.command("list")
 def list_command(*, as_json: Json = False) -> None:
-    """List traces with their origin, license and state, policies, and routers."""
+    """List traces with origin, license and state, policies, routers."""
     from kvbench.analysis.formatting import print_table
     from kvbench.trace.policies import POLICIES
     from kvbench.trace.routing import ROUTERS
@@ -59,7 +59,10 @@ def add_command(
         Path | None, typer.Option("--from", help="A folder with a copy, where there is no network.")
     ] = None,
 ) -> None:
-    """Add a public trace, or the embedder `minilm`, to your cache, check its hash and print its license."""
+    """Add a public trace, or the embedder `minilm`, to your cache.
+
+    It checks the hash and prints the license.
+    """
     from kvbench.trace.sources import SOURCES, add_trace
 
     if name == EMBEDDER and folder is not None:
@@ -94,7 +97,7 @@ def run_command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .html page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve a trace from one cache, under each policy at each capacity."""
+    """Serve a trace from one cache by policy and capacity."""
     from kvbench.analysis.formatting import print_table
     from kvbench.trace.measures import bytes_per_token, find_bounds, read_capacity, tabulate
     from kvbench.trace.policies import order_by_prefix
@@ -134,7 +137,10 @@ def run_command(
 def tiers_command(
     *, trace: Name = "synthetic", blocks: Blocks = None, kind: Format = None, as_json: Json = False
 ) -> None:
-    """Serve a trace from device, host and disk (LMCache): --blocks once per tier."""
+    """Serve a trace from device, host and disk, as LMCache does.
+
+    Give --blocks once per tier.
+    """
     from kvbench.analysis.formatting import print_table
     from kvbench.trace.measures import read_capacity
     from kvbench.trace.tiers import TIERS, serve_tiers
@@ -190,7 +196,10 @@ def memory_command(
     kind: Format = None,
     as_json: Json = False,
 ) -> None:
-    """Show unused room by allocation scheme, copies per swapped request, and rejected requests."""
+    """Show unused room, swap copies and rejected requests.
+
+    The room is given by allocation scheme, the copies per swapped request.
+    """
     from dataclasses import asdict
 
     from kvbench.analysis.formatting import print_table
@@ -220,7 +229,10 @@ def isolate_command(
     kind: Format = None,
     as_json: Json = False,
 ) -> None:
-    """Show the hit rate that isolation costs, and how well another user's probes tell cached prompts."""
+    """Show the hit rate that isolation costs, and probes' success.
+
+    Probes are another user's requests that try to tell cached prompts.
+    """
     from dataclasses import asdict
 
     from kvbench.analysis.formatting import print_table

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvbench import __version__
 from kvbench.check import InvariantOutcome
-from kvbench.cli import AGAIN
+from kvbench.cli import AGAIN, call
 from kvbench.cli.probes import EXTRAS
 from kvbench.runs.files import read_lines
 from kvbench.runs.options import list_options
@@ -186,6 +186,17 @@ def test_the_help_states_every_default():
     given = [x for x in list_options() if x.default is not None and x.default is not False and x.default != ()]
     assert {"model", "samples", "seed", "split"} <= {x.name for x in given}
     assert [x.name for x in given if not x.help.endswith(f"; default: {x.default}.")] == []
+
+
+@pytest.mark.parametrize("group", [(), ("leaderboard",), ("leaderboard", "token"), ("models",), ("trace",)])
+def test_help_lists_every_command_with_a_whole_sentence(group, capsys, monkeypatch):
+    """Also where the terminal has 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert call([*group, "--help"]) == 0
+    _, commands = capsys.readouterr().out.split("Commands:\n")
+    lines = commands.strip().splitlines()
+    assert len(lines) >= 3
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
 
 
 def test_show_prints_the_command_of_a_run(kvbench, arguments, tmp_path):
