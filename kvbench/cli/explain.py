@@ -52,9 +52,10 @@ def explain_command(
         rows.append((rerun.name, rerun.first, rerun.other, _effect(effects.get(rerun.name)), notes[rerun.name]))
     paired = "" if total is None else _pairing(total)
     rows.append(("total", shorten(mine.folder.name), shorten(theirs.folder.name), _effect(total), paired))
+    remainder = None
     if run and total is not None and effects:
-        alone = sum(x.mean for x in effects.values())
-        rows.append(("remainder", "", "", f"{total.mean - alone:+.3f}", "differences not run, and interactions"))
+        remainder = total.mean - sum(x.mean for x in effects.values())
+        rows.append(("remainder", "", "", f"{remainder:+.3f}", "differences not run, and interactions"))
     print_table("", ("difference", "first", "other", "effect on score, 95%", ""), rows)
     if not changes:
         echo("No setting, version or machine differs.")
@@ -66,6 +67,7 @@ def explain_command(
                  "note": notes.get(x.name) or _note(x, run=run)}
                 for x in changes
             ],
+            "remainder": remainder,
         })
     return 0
 

@@ -84,11 +84,12 @@ class CellReport:
         from kvbench.analysis.shares import stored_share  # imports numpy; `kvbench list` imports this module
 
         result, request = self.result, self.cell.request
+        chosen = request if result is None else result.spec  # with the defaults of what the file leaves out
         return {
             "cell": self.cell.name, "run_id": None if self.folder is None else self.folder.name,
             "folder": None if self.folder is None else str(self.folder), "status": self.status, "error": self.error,
             "existing": self.existing, "method": request.method, "task": request.task, "model": request.model,
-            "budget": request.budget, "mode": request.mode,
+            "budget": chosen.budget, "mode": chosen.mode,
             "score": None if result is None else result.score.model_dump(mode="json"),
             "stored_share": None if result is None else stored_share(result),
         }

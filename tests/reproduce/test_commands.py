@@ -250,6 +250,9 @@ def test_what_differs_is_said_and_flipped_one_by_one(kvbench, pair):
     assert len(list(runs.glob("*/result.json"))) == 5
     means = [json.loads((runs / x / "result.json").read_text())["score"]["mean"] for x in names]
     assert answer.json["total"]["mean"] == pytest.approx(means[1] - means[0])
+    alone = sum(x["mean"] for x in effects.values())
+    assert answer.json["remainder"] == pytest.approx(means[1] - means[0] - alone)
+    assert said.json["remainder"] is None
 
 
 @pytest.mark.slow

@@ -385,6 +385,12 @@ def test_cells_of_one_model_share_its_loading(kvbench, sweep, model_folder, monk
     assert [x["model"] for x in answer.json] == loaded * 3
 
 
+def test_a_cell_names_the_defaults_that_it_ran_with(kvbench, sweep):
+    """Budget and mode of a file that states neither."""
+    answer = kvbench("sweep", sweep(f'[[grid]]\nmethod = "{LAST}"\n'), "--json")
+    assert [(x["status"], x["budget"], x["mode"]) for x in answer.json] == [("ok", "25%", "single")], answer.err
+
+
 def test_an_exception_fails_only_its_cell(kvbench, sweep, monkeypatch):
     """Even if it is raised outside of a sample."""
     prepare = preparation.prepare
