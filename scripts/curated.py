@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pages import RESULTS
@@ -73,17 +73,12 @@ def setting(result: Result) -> str:
     return result.budget.asked or (f"{'/'.join(bits)} bits" if bits else "-")
 
 
-def mean(result: Result) -> str:
-    """The mean score."""
-    assert result.score.mean is not None, result.run_id
-    return f"{result.score.mean:.2f}"
-
-
 def score(result: Result) -> str:
     """Mean and interval."""
-    assert result.score.ci95 is not None, result.run_id
-    low, high = result.score.ci95
-    return f"{mean(result)} [{low:.2f}, {high:.2f}]"
+    mean, interval = result.score.mean, result.score.ci95
+    assert mean is not None, result.run_id
+    assert interval is not None, result.run_id
+    return f"{mean:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def find_full(runs: Sequence[FinishedRun]) -> FinishedRun:
@@ -92,13 +87,10 @@ def find_full(runs: Sequence[FinishedRun]) -> FinishedRun:
     return full
 
 
-def mark_scores(
-    runs: Sequence[FinishedRun], full: FinishedRun, write: Callable[[Result], str] = score
-) -> dict[str, str]:
+def mark_scores(runs: Sequence[FinishedRun], full: FinishedRun) -> dict[str, str]:
     """The score of every run of a column, by run id: bold if not significantly different from the full cache's.
 
     Italic if not significantly different from random eviction's; p-values are adjusted over the column.
-    write: how a score is written; as mean and interval by default.
     """
     marks = {x.result.run_id: "" for x in runs}
     (random,) = (x for x in runs if x.result.method.name == "random")
@@ -106,17 +98,15 @@ def mark_scores(
         for x in compare_runs(baseline, [x for x in runs if x not in (baseline, full)]):
             assert not x.too_few, x.run_id
             marks[x.run_id] += mark if x.within_noise else ""
-    return {x.result.run_id: f"{marks[x.result.run_id]}{write(x.result)}{marks[x.result.run_id]}" for x in runs}
+    return {x.result.run_id: f"{marks[x.result.run_id]}{score(x.result)}{marks[x.result.run_id]}" for x in runs}
 
 
-def mark_cells(
-    runs: Sequence[FinishedRun], cells: Sequence[Cell], write: Callable[[Result], str] = score
-) -> dict[str, str]:
+def mark_cells(runs: Sequence[FinishedRun], cells: Sequence[Cell]) -> dict[str, str]:
     """As `mark_scores`, for the runs of each cell that have a quarter of the cache or a fixed size."""
     marked: dict[str, str] = {}
     for cell in cells:
         column = [x for x in runs if cell_of(x.result) == cell and x.result.budget.asked in (None, QUARTER)]
-        marked |= mark_scores(column, find_full(column), write)
+        marked |= mark_scores(column, find_full(column))
     return marked
 
 

@@ -39,7 +39,6 @@ from curated import (
     list_cells,
     mark_cells,
     mark_scores,
-    mean,
     name_method,
     order_cell,
     ratio,
@@ -120,18 +119,6 @@ def real_table(runs: Sequence[FinishedRun], names: Sequence[str] | None = None) 
         scores = (marked[cells[x].run_id] if x in cells else "not run" for x in columns)
         shown.append((name, f"{ratio(first):.1%}", read(first), *scores, agreement))
     return table(("method", "stored", "read", *titles, "top-1"), shown)
-
-
-def needle_table(runs: Sequence[FinishedRun]) -> str:
-    """Mean accuracy of every method by task and visibility, with a quarter of the cache or at its fixed size."""
-    groups = group_cells([x.result for x in runs])
-    columns = list_cells(groups)
-    marked = mark_cells(runs, columns, mean)
-    rows = [
-        (name, *(marked[cells[x].run_id] if x in cells else "not run" for x in columns))
-        for name, cells in groups.items()
-    ]
-    return table(("method", *(f"{task}, {seen}" for task, _, seen in columns)), rows)
 
 
 def condition_table(runs: Sequence[FinishedRun]) -> str:
@@ -322,7 +309,7 @@ def make_texts() -> dict[Path, dict[str, str]]:
             "text": text_table(text) + compare_text(text, [x.result for x in hidden]), "lossless": lossless_table(),
             "tasks": task_table([x for x in tasks if x.method.name == "full"]),
         },
-        NEEDLES_PAGE: {"overview": needle_table(smollm2)} | {name: condition_table(x) for name, x in tables.items()},
+        NEEDLES_PAGE: {name: condition_table(x) for name, x in tables.items()},
         QWEN_PAGE: {"source": describe_real(read_results(QWEN)), "methods": real_table(read_runs(QWEN))},
     }
 
