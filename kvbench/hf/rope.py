@@ -48,7 +48,7 @@ class Rope:
             UserError: the layer's rotary embedding is not understood.
         """
         factor = 1 / self.scaling if inverse else self.scaling
-        return self._turn(x, positions, -1.0 if inverse else 1.0, factor)
+        return self._turn(x, positions, factor, back=inverse)
 
     def rotate_from(self, x: Tensor, start: int, *, inverse: bool = False) -> Tensor:
         """As `rotate`, for tokens in a row, the first of which is at `start`. x: [B, H, T, D]"""
@@ -66,7 +66,7 @@ class Rope:
                 "this model adds learned positions to its input, so its keys cannot be moved to other positions. "
                 "Use a method that leaves keys where they are."
             )
-        return self._turn(x, distance, 1.0, 1.0)
+        return self._turn(x, distance, 1.0)
 
     def terms(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """The coefficients of `rotate` for use in a kernel: channel c becomes x[c] * cos[c] + x[partner[c]] * sin[c].
@@ -97,14 +97,16 @@ class Rope:
                 "Use a method that leaves keys where they are."
             )
 
-    def _turn(self, x: Tensor, positions: Tensor, sign: float, factor: float) -> Tensor:
+    def _turn(self, x: Tensor, positions: Tensor, factor: float, *, back: bool = False) -> Tensor:
         self._refuse_unknown()
         if self.angles is None or self.apply is None:
             return x
         cos, sin = self.angles(x.float(), positions)
-        cos, sin = cos.float() / self.scaling * factor, sin.float() / self.scaling * factor * sign
-        turned = self.apply(x[..., : self.width].float(), cos, sin)
-        return torch.cat([turned.to(x.dtype), x[..., self.width :]], dim=-1)
+        cos, sin = cos.float(), -sin.float() if back else sin.float()
+        if self.scaling != 1:
+            cos, sin = cos / self.scaling * factor, sin / self.scaling * factor
+        turned = self.apply(x[..., : self.width].float(), cos, sin).to(x.dtype)
+        return turned if self.width == x.shape[-1] else torch.cat([turned, x[..., self.width :]], dim=-1)
 
 
 NO_ROPE = Rope(angles=None, apply=None, scaling=1.0, width=0, trusted=True)
@@ -179,7 +181,7 @@ def _find(module: PreTrainedModel, layer_type: str | None, key: Tensor) -> Itera
         return cos.to(x.device), sin.to(x.device)  # the rotary module may be on another device than the layer
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned: Tensor = function(x, cos, sin) if alone else function(x, x, cos, sin)[0]
+        turned: Tensor = function(x, cos, sin) if alone else function(x, x[:, :1], cos, sin)[0]  # one head is cheaper
         return turned
 
     # Some models pass the whole head to their function, some only the rotated part; some compute angles for half of it.
