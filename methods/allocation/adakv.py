@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Share
+from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.snapkv import SnapKV
+from kvbench.methods.quantization.packed import PackedMethod
 from kvbench.selection import ScoredMethod, best_by_head, go_around
 from kvbench.store import LayerKV
 from kvbench.techniques.cascade import round_shares
@@ -62,7 +64,12 @@ class AdaKV(HeadAllocation, SnapKV):
 
     @classmethod
     def over(cls, inner: type[Method]) -> type[Method]:
-        """Create `inner+adakv`: this allocation with the scores of another method."""
+        """Create `inner+adakv`: this allocation with the scores of another method (`UserError` if it packs entries)."""
+        if issubclass(inner, PackedMethod):
+            raise UserError(
+                f"{inner.card.name}+adakv makes no sense: kivi packs the same blocks in all heads, and adakv keeps "
+                "unequal numbers of entries. Leave one of the two out."
+            )
         note = f"The number of entries of each head follows Ada-KV (arXiv {cls.card.arxiv}), their choice this method."
         return go_around(inner, HeadAllocation, cls.card, note, TOTAL)
 
