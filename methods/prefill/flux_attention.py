@@ -199,6 +199,7 @@ class FluxAttention(SparsePrefillMethod):
         tokens = step.query.shape[2]
         whole = opens(get_module(self.part, nn.ModuleDict)[str(step.layer)], pool_queries(step, tokens))
         kv.whole = tuple(whole.tolist())
+        kv.sinks = min(kv.sinks, tokens)  # whole blocks, or a share above 1, may be more than the context
         stream = mark_stream(-(-tokens // self.block_size), *self.stream_blocks(), step.query.device)
         blocks = torch.where(whole[:, None, None], torch.ones_like(stream).tril(), stream)  # [B, n, n]
         return kv.attend_chosen(step, Chosen(self.block_size, blocks[:, None].expand(-1, step.query.shape[1], -1, -1)))

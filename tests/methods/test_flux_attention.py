@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,19 @@ def test_sparse_layers_are_streaming_attention(model, tmp_path, monkeypatch, fau
             count, sinks, local + 1, device
         ))
     assert torch.allclose(run(model, method), wanted, atol=1e-5) is (fault is None)
+
+
+@pytest.mark.parametrize("settings", [{"sinks": 8000}, {"block": 128}])
+def test_a_sparse_layer_reads_the_whole_of_a_context_shorter_than_its_first_blocks(model, tmp_path, settings):
+    """234 or 128 first entries of 120: a question has the logits of the full cache."""
+    found = []
+    routers = routed(model, tmp_path / "a", whole=(False, False))
+    for method in (replace(routers, **settings).fit(None, model.shape(120)), FullCache()):
+        with Session(model, method, capacity=140) as session:
+            session.prefill(CONTEXT)
+            session.question(LATER, 1)
+            found.append(session.logits)
+    assert torch.allclose(*found, atol=1e-5)
 
 
 def test_the_blocks_of_a_sparse_layer_by_hand():
