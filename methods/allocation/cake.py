@@ -82,19 +82,21 @@ class CAKE(CascadeMethod):
             variance = variance + spread[..., :inner].sum((1, 2, 3)).double()
             start += weights.shape[-1]
         if self.pooled is not None and step.layer in self.pooled:
-            kv.state["preference"] = entropy.clamp_min(0) ** (1 / self.dispersion) * variance ** (1 / self.shift)
+            # As a logarithm: the powers of small settings exceed float64.
+            kv.state["preference"] = entropy.clamp_min(0).log() / self.dispersion + variance.log() / self.shift
         scores = torch.cat(found, dim=-1).flatten(1, 2)  # [B, H_q, n]
         return group_mean(pool_before(scores, self.window, self.kernel, "avg"), kv.keys.shape[1])
 
     def measure(self, kv: LayerKV, step: Step, scores: Tensor) -> Tensor:
-        """The layer's preference: entropy and variance of attention before the window, to their powers. [B]"""
+        """The layer's preference: the log of entropy and variance before the window, to their powers. [B]"""
         return kv.state.pop("preference")
 
     def divide(self, measures: Tensor, total: int, stored: int) -> Tensor:
         """The window, and a share of the rest in proportion to the preference. [B, layers]"""
         assert self.pooled is not None
         rest, most = total - self.window * len(self.pooled), stored - self.window
-        shares = fill_water(measures, rest, most)
+        weights = (measures - measures.amax(1, keepdim=True)).exp().nan_to_num(1.0)  # -inf in all layers: equal
+        shares = fill_water(weights, rest, most)
         complete = measures.shape[1] == len(self.pooled)
         return self.window + (round_shares(shares, rest) if complete else shares)
 

@@ -144,7 +144,14 @@ def test_cake_scores_and_prefers_by_its_equations(make_step):
     entropy = -(before * before.log()).sum((1, 2, 3, 4))
     variance = before.var(3).sum((1, 2, 3))
     found = method.measure(kv, step, scores)
-    assert torch.allclose(found, entropy ** 0.5 * variance ** 2, rtol=1e-4)
+    assert torch.allclose(found.exp(), entropy ** 0.5 * variance ** 2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"dispersion": 0.001}, {"shift": 0.001}, {"dispersion": 0.001, "shift": 0.001}])
+def test_cake_spends_its_budget_also_where_a_preference_exceeds_float64(settings, make_step):
+    """The entropy is above 1 and the variance below, so one power is infinite and the other zero."""
+    _, stores, _ = run(CAKE(window=8, **settings), make_layers(make_step))
+    assert sum(x.n for x in stores) == ROWS * LAYERS
 
 
 def test_layers_without_a_preference_share_equally(make_step):
