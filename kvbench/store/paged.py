@@ -51,6 +51,10 @@ class PagedKV(SelectiveKV):
         read = layer.query_heads * pages * self.page * (layer.key_dim + layer.value_dim) * shape.itemsize
         return read + self._bound_bytes(layer, shape, entries)
 
+    def least_read_bytes_for(self, layer: LayerShape, shape: Shape, entries: int, *, pages: int) -> int:
+        """As `read_bytes_for`, with no more pages than these entries fill or begin."""
+        return self.read_bytes_for(layer, shape, entries, pages=min(pages, -(-entries // self.page)))
+
     def _bound_bytes(self, layer: LayerShape, shape: Shape, entries: int) -> int:
         return entries // self.page * layer.kv_heads * 2 * layer.key_dim * shape.itemsize if self.choosing else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
@@ -191,13 +192,20 @@ class MPCache(Method):
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of all bounds and of each query head's clusters."""
+        return self._read_bytes(shape, PagedKV.read_bytes_for)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """The same, with no more clusters than the stored entries make."""
+        return self._read_bytes(shape, PagedKV.least_read_bytes_for)
+
+    def _read_bytes(self, shape: Shape, in_layer: Callable[..., int]) -> int:
         if self.stored is None:
             return shape.full_bytes
         total = 0
         for index, layer in enumerate(shape.layers):
             store, entries = self.layer(index), self.entries_in(index, layer.window)
             assert isinstance(store, PagedKV) and entries is not None
-            total += store.read_bytes_for(layer, shape, self._stored(index, shape), pages=self._pages(entries))
+            total += in_layer(store, layer, shape, self._stored(index, shape), pages=self._pages(entries))
         return total
 
     def _stored(self, index: int, shape: Shape) -> int:

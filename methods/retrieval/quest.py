@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -102,13 +103,20 @@ class Quest(Method):
 
     def declared_read_bytes(self, shape: Shape) -> int:
         """Bytes of all bounds and of each query head's own pages; all bytes of the layers that read everything."""
+        return self._read_bytes(shape, PagedKV.read_bytes_for)
+
+    def least_read_bytes(self, shape: Shape) -> int:
+        """The same, with no more pages than the context has."""
+        return self._read_bytes(shape, PagedKV.least_read_bytes_for)
+
+    def _read_bytes(self, shape: Shape, in_layer: Callable[..., int]) -> int:
         total = 0
         for index, layer in enumerate(shape.layers):
             store, entries = self.layer(index), self.entries_in(index, layer.window)
             if entries is None or not isinstance(store, PagedKV):
                 total += shape.layer_bytes(layer)
             else:
-                total += store.read_bytes_for(layer, shape, shape.entries(layer), pages=self._pages(entries))
+                total += in_layer(store, layer, shape, shape.entries(layer), pages=self._pages(entries))
         return total
 
     def _pages(self, entries: int) -> int:

@@ -190,3 +190,17 @@ def test_budgets_and_layers_that_cannot_be_are_refused():
         Quest().fit(Budget("rows", 40), shape)
     with pytest.raises(UserError, match=r"skip_layers=2 leaves none of the model's 2 layers.*Use 0 to 1"):
         Quest(skip_layers=2).fit(None, shape)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2, 2), (30, 40), (64, 32)])
+def test_no_step_reads_less_than_is_declared(length, rows):
+    """Also where the budget has more pages than the context: the leaderboard refuses a run whose steps read less."""
+    model = tiny_model()
+    method = fitted(model, rows, length)
+    with Session(model, method, capacity=length + 10) as session:
+        session.prefill(ids(length))
+        session.ask(ids(1), 2, stop=frozenset())
+        read = session.memory().read_bytes_per_step
+    assert method.least_read_bytes(model.shape(length)) <= read
+    if rows < length:
+        assert method.least_read_bytes(model.shape(length)) == method.declared_read_bytes(model.shape(length))
