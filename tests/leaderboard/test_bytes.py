@@ -24,6 +24,7 @@ from kvbench.leaderboard.verification.declared import (
 )
 from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.baseline.full import Full
+from kvbench.methods.channels.mustafar import Mustafar
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.heads.duo_attention import DuoAttention
 from kvbench.methods.heads.razor_attention import RazorAttention
@@ -31,6 +32,7 @@ from kvbench.methods.lossless.prompt_lookup import PromptLookup
 from kvbench.methods.merging.kvmerger import KVMerger
 from kvbench.methods.prefill.ftp import FTP
 from kvbench.methods.quantization.kivi import Kivi
+from kvbench.methods.quantization.xkv import XKV
 from kvbench.methods.retrieval.quest import Quest
 from kvbench.methods.reuse.cacheblend import CacheBlend
 from kvbench.runs.journal import CacheBytes, Effect, TokenCounts
@@ -152,6 +154,10 @@ SMALL = Shape(100, (LayerShape(2, 4, 16, 16, None),) * 2, 2)
 KEEPING = SnapKV().fit(Budget.parse("40"), SMALL)
 READING = Quest(page=4).fit(Budget.parse("25%"), SMALL)
 PACKING = Kivi().fit(None, SMALL)
+FACTORING = XKV(key_rank=1.0, value_rank=1.0).fit(None, SMALL)
+"""Factors of a token, which both layers read, take more bytes than its entries."""
+PRUNING = Mustafar(key_sparsity=0.0, value_sparsity=0.1).fit(None, SMALL)
+"""31 elements and two bitmaps take more bytes than 32 elements."""
 DROPPED = {"entries_dropped": 240}
 """By `KEEPING`: 60 of each of four heads."""
 
@@ -254,6 +260,12 @@ def list_reads(method, least, most, **values):
     (PACKING, 10_240, 20_000, {
         "facts": {"entries_quantized": 1}, "end_stored_bytes": 20_000, "asked": 10, "after": 28,
     }),
+    # Factors of 100 tokens, and the four of the question, which stay exact
+    (FACTORING, 68_096 + 4 * 256, 42_496 + 8 * 256 + 25_600, {
+        "facts": {"entries_factored": 1}, "end_stored_bytes": 42_496 + 8 * 256,
+    }),
+    # 68 pruned entries and 32 exact ones, and the four of the question, which stay exact
+    (PRUNING, 27_232 + 4 * 256, 30_000, {"facts": {"elements_dropped": 1}, "end_stored_bytes": 30_000}),
 ])
 def test_a_step_reads_as_much_as_its_method_can(method, least, most, values):
     """Neither more nor less, by a byte."""

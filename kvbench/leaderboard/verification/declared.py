@@ -280,9 +280,14 @@ def _least_packed(method: Method, shape: Shape, after: int) -> int:
     """Bytes that are read after this many more tokens, which may complete a block of full precision that is packed."""
     longer, kept = replace(shape, length=shape.length + after), _budget_entries(method, shape)
     if kept is not None:
-        return sum(method.layer_bytes(i, longer, n + after) for i, n in enumerate(kept))
-    # Where bits are the budget every entry is kept, so a longer context reads as much.
-    return method.least_read_bytes(longer) if method.budget_kind is BudgetKind.BITS else 0
+        packed = sum(method.layer_bytes(i, longer, n + after) for i, n in enumerate(kept))
+        before = sum(method.layer_bytes(i, shape, n) for i, n in enumerate(kept))
+    elif method.budget_kind is BudgetKind.BITS:  # every entry is kept, so a longer context reads as much
+        packed, before = method.least_read_bytes(longer), method.least_read_bytes(shape)
+    else:
+        return 0
+    # Later entries may stay exact, which takes fewer bytes where an encoded one takes more than an exact one.
+    return min(packed, before + after * replace(shape, length=1).full_bytes)
 
 
 def _budget_entries(method: Method, shape: Shape) -> list[int] | None:
