@@ -139,7 +139,7 @@ class Transformed:
     mean: Tensor  # [H_kv * D] float32
     spread: Tensor  # standard deviations, [r] float32
     bits: Tensor  # of each component in use, [r] uint8
-    shape: torch.Size
+    shape: tuple[int, ...]
 
     @classmethod
     def encode(cls, x: Tensor, table: Tensor, mean_bits: float) -> Transformed:
@@ -155,7 +155,7 @@ class Transformed:
         codes = (numbers / steps + levels / 2).floor().clamp(torch.zeros_like(levels), levels - 1).to(torch.uint8)
         packed = zlib.compress(codes.movedim(2, 0).contiguous().cpu().numpy().tobytes(), level=9)
         stream = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(x.device)
-        return cls(stream, basis.clone(), mean.clone(), spread, chosen.to(torch.uint8), x.shape)
+        return cls(stream, basis.clone(), mean.clone(), spread, chosen.to(torch.uint8), tuple(x.shape))
 
     def decode(self) -> Tensor:
         """The vectors, from the middles of their levels. [B, H_kv, n, D] float32"""

@@ -96,6 +96,19 @@ def test_first_and_last_entries_stay_exact_and_the_rest_is_near():
                 assert 0 < (x - y)[:, :, inner].square().mean() < 0.01 * y[:, :, inner].square().mean()
 
 
+def test_compressed_entries_can_be_saved(tmp_path):
+    """Right after the context, before an answer decodes them; a loaded session answers as the saved one."""
+    model = tiny_model()
+    method = Kvtc(recent=8).bind(model).fit(None, model.shape(80))
+    with Session(model, method, capacity=100) as session:
+        session.prefill(torch.arange(80) % 64)
+        session.save(tmp_path / "session.safetensors")
+        wanted = session.ask([7], 4, stop=frozenset())
+        assert session.effect().acted
+    with Session.load(tmp_path / "session.safetensors", model, method) as session:
+        assert session.ask([7], 4, stop=frozenset()) == wanted
+
+
 def test_settings_that_cannot_be_are_refused():
     """A budget: the text decides."""
     with pytest.raises(UserError, match="no budget"):
