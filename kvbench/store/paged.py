@@ -133,34 +133,38 @@ class PagedKV(SelectiveKV):
         assert self._bounds is not None
         return (self._bounds.whole() if self.length is not None else self._bounds.held())["bounds"]
 
-    def attend_pages(self, step: Step, pages: Tensor) -> Tensor:
-        """Attention of the new queries over these pages and nothing else. [B, H_q, T, D_v]"""
+    def attend_pages(self, step: Step, pages: Tensor, before: int | None = None) -> Tensor:
+        """Attention of the new queries over these pages and nothing else. [B, H_q, T, D_v]
+
+        before: entries before the first query; None: the queries are those of the last entries.
+        """
         assert self._buffer is not None
-        self._count(step, pages)
+        self._count(step, pages, before)
         return page_attention(
             step.query, self._buffer.tensors["key"], self._buffer.tensors["value"], pages, page=self.page,
-            before=self.count_before(step), scale=step.scale, window=step.window, softcap=step.softcap,
-            sinks=step.sinks,
+            before=self.count_before(step) if before is None else before, scale=step.scale, window=step.window,
+            softcap=step.softcap, sinks=step.sinks,
         )
 
     def count_before(self, step: Step) -> int | Tensor:
         """Entries before the first of a step's queries; on the device where steps have static shapes."""
         return (self.n if self.length is None else self.length) - step.query.shape[2]
 
-    def _count(self, step: Step, pages: Tensor) -> None:
+    def _count(self, step: Step, pages: Tensor, before: int | None) -> None:
         """Count pages gathered for every query head, those that differ per KV head, and those left alone."""
         assert self._bounds is not None and self.distinct is not None and self._buffer is not None
         batch, heads, n_query, chosen = pages.shape
         bounds = self._bounds.whole()["bounds"]
         kv_heads = bounds.shape[1]
-        places = range(self.n - n_query, self.n)
+        start = self.n - n_query if before is None else before
+        places, seen = range(start, start + n_query), self.seen - self.n + start
         first = [0 if step.window is None else max(0, row - step.window + 1) // self.page for row in places]
         skipped = sum(max(0, row // self.page + 1 - low - chosen) for row, low in zip(places, first, strict=True))
         bound_bytes = batch * kv_heads * self._bounds.n * bounds.shape[3] * bounds.itemsize
         self.reads.update({
             "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
             "bytes": pages.numel() * self.page * self._entry_bytes + n_query * bound_bytes,
-            "seen": sum(range(self.seen - n_query, self.seen)) + n_query,
+            "seen": sum(range(seen, seen + n_query)) + n_query,
         })
         by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
         marks = pages.new_zeros((*by_group.shape[:3], bounds.shape[2] + 1), dtype=torch.bool)

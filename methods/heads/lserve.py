@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PARTS = 4
 """Logical pages, with bounds of their own, in a page."""
 LEAST_PAGES = 3
+NO_PAGE = 1 << 40
 SHORT = 4096
 """Tokens below which pages are smaller by default."""
 
@@ -44,6 +45,8 @@ class HierarchicalPagedKV(PagedKV):
 
     chosen_at: int = field(default=0, init=False)
     """Entries when the context was complete; choices are made every `interval` tokens from there."""
+    chooser: int = field(default=0, init=False)
+    """The entry of the token that chose last."""
 
     def index(self) -> None:
         """The context is complete: from now on attention may select."""
@@ -54,35 +57,44 @@ class HierarchicalPagedKV(PagedKV):
         """Attention of the new tokens over the pages chosen last and their own; over everything before the index."""
         if not self.selective:
             return super().attend(step)
-        tokens, before = step.query.shape[2], self.n - step.query.shape[2]
-        at = torch.arange(before, self.n, device=step.query.device)
-        fresh = (at - self.chosen_at) % self.interval == 0
-        fresh[0] |= "pages" not in self.state
-        choices = [] if fresh[0] else [self.state["pages"][:, :, None]]
-        choices += [self.choose(step.query[:, :, t : t + 1], before + t) for t in fresh.nonzero()[:, 0].tolist()]
-        pages = torch.cat(choices, dim=2)[:, :, fresh.cumsum(0) - int(fresh[0])]  # [B, H_q, T, k]
-        self.keep_choice(pages[:, :, -1])
-        own = (at // (self.page * PARTS))[:, None].expand(*pages.shape[:3], 1)
-        missing = ~(pages == own).any(-1, keepdim=True)
-        pages = torch.cat([pages, torch.where(missing, own, own + 1)], dim=3)  # a page to come has no visible entry
-        parts = (pages[..., None] * PARTS + torch.arange(PARTS, device=at.device)).flatten(3)
+        count = step.query.shape[2]
+        outputs = [
+            self._attend_one(
+                step.part(slice(t, t + 1), seen=step.seen - count + t + 1, moment=step.moment), self.n - count + t
+            )
+            for t in range(count)
+        ]
+        return torch.cat(outputs, dim=2)
+
+    def _attend_one(self, token: Step, at: int) -> Tensor:
+        """Attention of the token of this entry. [B, H_q, 1, D_v]"""
         assert self._bounds is not None
-        bounds = self.get_bounds()
-        output = self.attend_pages(step, parts.clamp_max(self._bounds.whole()["bounds"].shape[2]))
-        self.reads["bytes"] -= (tokens - int(fresh.sum())) * bounds.numel() * bounds.itemsize  # not scored
-        self.reads["choices"] += int(fresh.sum())
+        size, bounds = self.page * PARTS, self.get_bounds()
+        chooses = (at - self.chosen_at) % self.interval == 0 or "pages" not in self.state
+        if chooses:
+            self.keep_choice(self.choose(token.query, at)[:, :, 0])
+            self.chooser = at
+            self.reads["choices"] += 1
+        pages = self.state["pages"][:, :, None]  # [B, H_q, 1, k]
+        if at // size > self.chooser // size:  # its page began after the choice
+            pages = F.pad(pages, (0, 1), value=at // size)
+        parts = (pages[..., None] * PARTS + torch.arange(PARTS, device=pages.device)).flatten(3)
+        output = self.attend_pages(token, parts.clamp_max(self._bounds.whole()["bounds"].shape[2]), at)
+        if not chooses:
+            self.reads["bytes"] -= bounds.numel() * bounds.itemsize  # not scored
         return output
 
     def choose(self, query: Tensor, at: int) -> Tensor:
         """The pages with the largest bound of a part, and the own one. query: [B, H_q, 1, D]. [B, H_q, 1, k]
 
-        at: the token's own entry. Pages that no choice fills lie after it.
+        at: the token's own entry. Pages that no choice fills are those of no entry, now or later.
         """
         scores = page_scores(query, self.get_bounds())
         whole = scores.shape[3] // PARTS
         best = scores[..., : whole * PARTS].unflatten(3, (whole, PARTS)).amax(-1)
         pages = select_pages(best, count=self.count, page=self.page * PARTS, before=at, window=self._window)
-        return F.pad(pages, (0, self.count - pages.shape[3]), value=at // (self.page * PARTS) + 2)
+        pages = F.pad(pages, (0, self.count - pages.shape[3]), value=NO_PAGE)
+        return pages.masked_fill(pages > at // (self.page * PARTS), NO_PAGE)
 
     def keep_choice(self, pages: Tensor) -> None:
         """Remember the last token's pages, in place where there is room. pages: [B, H_q, k]"""
@@ -153,6 +165,7 @@ class LServe(HeadMethod):
 
     card: ClassVar[Card] = Card(
         name="lserve",
+        version="2",
         title="LServe: Efficient Long-sequence LLM Serving with Unified Sparse Attention",
         idea="Half of the KV heads stream. In the others every query head reads the pages whose parts have the best "
         "bounds, and chooses them again only every few tokens.",
@@ -283,6 +296,6 @@ class LServe(HeadMethod):
             group, heads = layer.query_heads // layer.kv_heads, whole[index]
             kept = min(shape.entries(layer), self._trimmed(layer.window) or shape.entries(layer))
             total += (layer.kv_heads - heads) * kept * width
-            total += heads * group * (self.pages + 1) * self.page_size * width
+            total += heads * group * self.pages * self.page_size * width
             total += self._bound_bytes(layer, shape, heads) if bounds else 0
         return total

@@ -31,7 +31,7 @@ from kvbench.techniques.reading import ReadingMethod
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
-WAITING = {"lserve", "shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
+WAITING = {"shadowkv", *(x for x in METHODS if issubclass(find_method(x), ReadingMethod))}
 """They wait for their selection, to fetch values from the host or to gather entries."""
 ALIKE = {
     x for x in METHODS if find_method(x).attend is Method.attend

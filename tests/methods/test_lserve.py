@@ -65,6 +65,23 @@ def test_outputs_are_those_of_the_definition(sizes, interval, make_step):
     assert kv.reads["choices"] == (11 if interval == 1 else 3)
 
 
+def test_a_page_that_a_token_chose_is_not_read_again_as_its_own(make_step):
+    """Three pages of eight entries: the tokens of entries 38 and 42 choose, and page 5 begins with entry 40."""
+    kv, read = HierarchicalPagedKV(page=2, count=3, interval=4), []
+    keys, queries = draw(1, 2, 46, 6), draw(1, 4, 46, 6, seed=1)
+    kv.append(make_step(queries[:, :, :38], keys[:, :, :38]))
+    kv.index()
+    for t in range(38, 46):
+        part = slice(t, t + 1)
+        step = make_step(queries[:, :, part], keys[:, :, part], before=t, moment=Moment.DECODE)
+        kv.append(step)
+        before = kv.reads["pages_read"]
+        kv.attend(step)
+        read.append((kv.reads["pages_read"] - before) / 4 / PARTS)
+    assert read == [3, 3, 4, 4, 3, 3, 3, 3]
+    assert int(kv.distinct) <= kv.reads["pages_read"]
+
+
 def test_a_part_decides_for_its_page():
     """The page of the single best key is chosen, though the bounds of another whole page are larger."""
     keys = torch.zeros(1, 1, 64, 2)
