@@ -1,4 +1,4 @@
-"""Python's garbage collector, which start-up keeps from searching a million objects that live as long as the process.
+"""Python's garbage collector, which start-up keeps from searching 400,000 objects that live as long as the process.
 
 torch and transformers bring them. Searching them again and again takes an eighth of the CPU time until a run begins,
 and a quarter of a second in each full collection after it.

@@ -264,7 +264,7 @@ def _check_first_sample(job: Job, example: Example, encoded: Encoded) -> None:
     if job.method.reads_parts and not encoded.parts:
         raise UserError(
             f"{spec.method.name} reuses the parts of a prompt, and {spec.task.name} names none. Cut its contexts "
-            "with --parts, or use a task of the suite reuse (`kvbench list tasks`), or your own with `parts`."
+            "with --parts, or use a task of the group reuse (`kvbench list tasks`), or your own with `parts`."
         )
     behind = len(encoded.context) - sum(map(len, encoded.parts))  # tokens of the context after its last part
     if job.method.reads_question and spec.visibility == "hidden" and not behind:

@@ -80,7 +80,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         if made.reads_parts:
             raise UserError(
                 f"{made.card.name} reuses the parts of a prompt, and lm_eval's prompts name none. Use `kvbench run` "
-                "with a task of the suite reuse (`kvbench list tasks`)."
+                "with a task of the group reuse (`kvbench list tasks`)."
             )
         self.budget = None if budget is None else Budget.parse(str(budget))
         check_model(pretrained)
