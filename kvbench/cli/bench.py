@@ -117,7 +117,7 @@ def plan_command(
 ) -> None:
     """Predict memory, step time and largest batch; nothing runs.
 
-    The step is the fastest that the GPU's memory and arithmetic allow.
+    The step is the fastest that the GPU's memory bandwidth allows.
     """
     from kvbench.bench.forecast import make_forecast
     from kvbench.settings import parse_pairs
