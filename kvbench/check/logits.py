@@ -132,7 +132,7 @@ def _compare_questions(method: Method) -> float:
         parts.chunk = 4
         found = ask(parts)
     cost = allow_rounding(model, ask, wanted) if rounds else 0.0
-    return require_close(found, wanted, "a question in chunks of 4", max(10 * TOLERANCE[torch.float32], cost))
+    return require_close(found, wanted, "a question in chunks of 4", max(2 * TOLERANCE[torch.float32], cost))
 
 
 def heads_may_be_permuted(method: Method) -> str:

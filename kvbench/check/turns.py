@@ -99,7 +99,7 @@ def forced_tokens_equal_decode_steps(method: Method) -> str:
         wanted = torch.cat([x for x in steps if x is not None])
         rounds = method.budget_kind is BudgetKind.BITS or has_rounded(session.effect())
     cost = allow_rounding(model, force, wanted) if rounds else 0.0
-    worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(10 * TOLERANCE[torch.float32], cost))
+    worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(2 * TOLERANCE[torch.float32], cost))
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
 
 
