@@ -19,7 +19,7 @@ from kvbench.store import LayerKV
 
 CUT = (
     "The budget is met exactly: of the last chunk that is kept, the first tokens stay. kvpress keeps a share of the "
-    "chunks, whose tokens may be fewer than the budget."
+    "chunks, whose tokens may be fewer than the budget, or more where a shorter last chunk is not kept."
 )
 
 
@@ -55,6 +55,9 @@ class ChunkKV(ChunkSelection, SnapKV):
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
             CUT,
+            "A chunk has 10 tokens; kvpress's has 20.",
+            ("The window is kept as it is, and a chunk that overlaps it is scored by its other tokens. In kvpress the "
+            "window's tokens have the highest score, so that such a chunk mostly stays whole."),
             "Every layer chooses for itself; the paper's reuse of indices over layers saves time and is left out.",
         ),
         unverified=("window and kernel: the paper's window was not found; scores are not pooled, chunks do that.",),

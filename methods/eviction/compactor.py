@@ -50,10 +50,11 @@ class Compactor(BlockAttention):
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
             "Scores are standardized over the heads of a sequence; kvpress does so over the batch.",
-            "All heads and sequences share one projection; kvpress draws one for each.",
+            ("All heads and sequences share one projection, and heads of at most `sketch` channels have none; kvpress "
+            "draws one for each."),
             "Keys are rotated back, in float64; kvpress projects the hidden states again.",
-            ("Tokens that fill up the last block are left out. kvpress adds -1e-9 to their logits, which leaves them "
-            "in its softmax."),
+            ("Tokens that fill up the last block are left out. kvpress sets their logits to 0 as queries and to -1e-9 "
+            "as keys, which leaves both in its sums."),
             ("Logits have the model's scale. kvpress and the authors' engine leave it out, and the paper's formula has "
             "none (scaled=false)."),
         ),

@@ -17,13 +17,13 @@ from kvbench.store import LayerKV
 
 @dataclass(frozen=True)
 class CUR(ScoredMethod):
-    """Keeps, per KV head, the sinks and the entries with the largest squared norms of key and value."""
+    """Keeps, per KV head, the sinks and the entries whose squared norms have the largest shares of their group's."""
 
     sinks: Natural = 4
     leverage: Literal["product", "mean", "key", "value"] = "product"
     """The score from the shares of key and value: their product, their mean, or one of them."""
     local: Positive | None = 16
-    """Entries among which a squared norm is normalized; None: all entries of the head."""
+    """Consecutive entries of a group, by whose sum a squared norm is divided; None: all entries of the head."""
 
     card: ClassVar[Card] = Card(
         name="cur",
@@ -40,6 +40,7 @@ class CUR(ScoredMethod):
         deviations=(
             "Scores and defaults are kvpress's; the random projection of the paper, off in kvpress, is left out.",
             "Sinks are always kept; kvpress gives them the score 1, which is the largest possible.",
+            "Scores are not divided by the head's sum: within a head that changes no choice.",
         ),
         unverified=(
             ("local: 16 is kvpress's default. The paper, read in notes, normalizes over the whole context, after a "

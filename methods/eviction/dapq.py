@@ -53,8 +53,9 @@ class DapQ(Method):
             "because attention is causal, both give the same queries and the same first token."),
         ),
         unverified=(
-            "No code was released, and the paper is known from notes: what follows is a setting each.",
-            "kernel, pool: SnapKV's; attention is averaged over pseudo tokens and over the query heads of a KV head.",
+            "No code was released, and the paper is known from notes.",
+            "Attention is averaged over pseudo tokens and over the query heads of a KV head.",
+            "kernel, pool: SnapKV's.",
             "recent: the notes name no last tokens that are always kept.",
             "prefix: the notes name 4 and 28 tokens, or 2 and 30, as examples of good content.",
         ),

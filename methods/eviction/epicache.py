@@ -72,7 +72,8 @@ class EpiCache(Method):
             "four utterances, which a plain context lacks, and leave the system prompt out."),
             ("Segments are embedded by the model's own token embeddings by default, and not by a sentence embedder of "
             "0.6 billion parameters; the paper's ablation has a variant with the model's embeddings."),
-            "Every KV head keeps equally many entries (the authors' `pair-uniform`), and every layer too.",
+            ("Every KV head keeps equally many entries (the authors' `pair-uniform`), and every layer too; the authors "
+            "divide the budget over layers by how much a window of attention changes their keys on one document."),
             ("The segments that score entries follow the block at the next position; the authors' code gives their "
             "first token the position of the block's last one."),
             "Scores are float32; the authors' are in the model's type, in which many are equal.",

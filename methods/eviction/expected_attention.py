@@ -34,7 +34,7 @@ class ExpectedAttention(ScoredMethod):
     value_norm: bool = True
     epsilon: float = 0.0
     """Added to the expected attention before the value's norm weighs it; kvpress has 0 by default, and 0.01 in the
-    variant with head budgets that its authors evaluate (`adakv_expected_attention_e2`)."""
+    variant with head budgets that its authors evaluate (`expected_attention` in evaluation/evaluate_registry.py)."""
 
     card: ClassVar[Card] = Card(
         name="expected-attention",

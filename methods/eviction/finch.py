@@ -50,7 +50,10 @@ class Finch(ScoredMethod):
             "first positions, which leaves a gap before later tokens."),
             "Sliding layers keep original positions.",
         ),
-        unverified=("Each query's weights are multiplied by the number of keys it sees, as in kvpress.",),
+        unverified=(
+            ("Each query's weights are multiplied by the number of keys it sees; kvpress multiplies them by one less, "
+            "the query's position."),
+        ),
         limits=("With a hidden question the last tokens are not the question.",),
     )
 

@@ -1,4 +1,4 @@
-"""KVzap: predicts KVzip's scores from hidden states, so that the context is not repeated."""
+"""KVzap: predicts KVzip+'s scores from hidden states, so that the context is not repeated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KVzap(SharedBudgetMethod):
         name="kvzap",
         version="2",
         title="KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
-        idea="KVzip's scores need a second pass over the context, but they can be predicted from hidden states. "
+        idea="KVzip+'s scores need a second pass over the context, but they can be predicted from hidden states. "
         "A small model per layer, trained on them, scores every entry as it arrives.",
         arxiv="2601.07891",
         year=2026,

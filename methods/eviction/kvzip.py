@@ -58,10 +58,10 @@ class KVzip(Method):
             ("Exactly the budget's entries are kept, the first ones of equal scores; the authors' threshold drops "
             "every entry that equals it."),
             ("The head of the chat template is not repeated and always kept, as the authors' system prompt, but it "
-            "counts toward the budget. Where it is shorter than `sinks`, or absent, so are the first `sinks` entries, "
-            "as in kvpress."),
-            ("Without a chat template the authors put instructions before the context, which kvbench leaves to the "
-            "task."),
+            "counts toward the budget. Where it is shorter than `sinks`, or absent, so are the first `sinks` entries. "
+            "kvpress gives its first four entries the highest score, and overwrites it where it repeats them."),
+            ("The authors' system prompt ends in an instruction (\"Given the context, answer ...\"), which kvbench "
+            "leaves to the task."),
             "Chunks are kvpress's 2,048 tokens; the authors' code takes 2,000.",
             "Softmax in float32; the authors' is in the model's type, in which many scores are equal.",
             "Layers with a sliding window have a budget of their own, the same share of their window.",

@@ -35,8 +35,9 @@ class LagKV(ScoredMethod):
         heads="independent",
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
-            ("Within the last parts, which have no complete part after them, the most recent entries come first. "
-            "kvpress leaves their order to ties, where the budget does not cover them."),
+            ("Within the last parts, which have no complete part after them, the most recent entries come first, where "
+            "the budget does not cover them. In kvpress they tie, except in contexts without a complete part that has "
+            "one after it, where recent ones come first, too."),
             ("A channel without range in the next part counts as zero. kvpress divides by zero there, and all scores "
             "of the part are undefined."),
             "sinks: 4 as in kvpress; the authors' code has 16.",

@@ -47,7 +47,8 @@ class Leverage(ScoredMethod):
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
             "One part of Compactor alone, as kvpress offers it.",
-            "All heads and sequences share one projection; kvpress draws one for each.",
+            ("All heads and sequences share one projection, and heads of at most `sketch` channels have none; kvpress "
+            "draws one for each."),
             "Keys are rotated back, in float64; kvpress projects the hidden states again.",
         ),
         unverified=("ridge: kvpress's; the authors' engine (vnchari/compactor-vllm) has 0.005.",),

@@ -99,8 +99,8 @@ class NonCausal(BlockAttention):
         upstream=Upstream(repo="NVIDIA/kvpress", commit="8bb29b9", license="Apache-2.0"),
         deviations=(
             "One part of Compactor alone, as kvpress offers it.",
-            ("Tokens that fill up the last block are left out. kvpress adds -1e-9 to their logits, which leaves them "
-            "in its softmax."),
+            ("Tokens that fill up the last block are left out. kvpress sets their logits to 0 as queries and to -1e-9 "
+            "as keys, which leaves both in its sums."),
             "Scores are not standardized: within a head that changes no choice.",
             ("Logits have the model's scale. kvpress and the authors' engine leave it out, and the paper's formula has "
             "none (scaled=false)."),

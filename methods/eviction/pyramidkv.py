@@ -15,7 +15,8 @@ class PyramidKV(SnapKV):
     """SnapKV with budgets that decrease from layer to layer; the requested budget is their mean."""
 
     beta: Positive = 20
-    """The top layer gets the mean budget without the window, divided by this."""
+    """The top layer gets the window and at least the mean budget without it, divided by this; integer steps and short
+    contexts give it more."""
 
     layer_rows: tuple[int, ...] | None = resolved()
     """Entries per KV head of each layer."""

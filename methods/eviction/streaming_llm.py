@@ -39,8 +39,8 @@ class StreamingLLM(Method):
         heads="pooled",
         upstream=Upstream(repo="mit-han-lab/streaming-llm", commit=None, license="MIT"),
         deviations=(
-            ("The prompt is run with full attention and pruned at its end, as SCBench and kvpress do; "
-            "the authors' chat driver evicts before a turn."),
+            ("The prompt is run with full attention and pruned at its end, as SCBench and kvpress do, and so is a "
+            "later question, on the entries that are left; the authors' chat driver makes room before a turn."),
             ("Keys are cached after rotation. Only relative distance matters, so the original keys of the sinks are "
             "rotated towards the window, instead of every key to its position in the cache."),
         ),

@@ -152,7 +152,7 @@ CASES = (
     Case("compactor", "SeededCompactor", {"first": "28", "block": "32", "scaled": "false"},
          {"sink_size_start": 28, "chunk_size": 32}, note=(
         "`SeededCompactor` has `SeededLeverage` inside. With 28 and 4 protected tokens, blocks of 32 divide the rest: "
-        "where they do not, kvpress adds -1e-9 to the logits of the padding, which leaves it in the softmax "
+        "where they do not, kvpress sets the logits of the padding to -1e-9, which leaves it in the softmax "
         "(kvpress/presses/non_causal_attention_press.py, line 90).")),
     Case("random", None, note=(
         "Random numbers of two programs are not comparable. With a seed, `RandomPress` "
