@@ -1,1 +1,1 @@
-"""Methods that divide a layer's budget over its heads, around any method that scores entries."""
+"""Methods that divide a budget over the heads of a layer, over layers or over both."""

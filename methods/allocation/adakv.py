@@ -59,7 +59,11 @@ class AdaKV(HeadAllocation, SnapKV):
         paper_budget="1024",
         heads="pooled",
         upstream=Upstream(repo="FFY0/AdaKV", commit="efe4e2e", license="MIT"),
-        deviations=(TOTAL,),
+        deviations=(
+            TOTAL,
+            ("floor: 0.2, as in the authors' LongBench scripts; `config_compress` in their code and README has 0.5 by "
+            "default."),
+        ),
     )
 
     @classmethod

@@ -44,8 +44,8 @@ class CAKE(CascadeMethod):
         upstream=Upstream(repo="antgroup/cakekv", commit="c4675ce", license=None),
         deviations=(
             ("Shares are in exact proportion to the preferences, up to all entries of a layer, and add up to the "
-            "budget. The authors' code spreads what a full layer leaves evenly, so that a budget can grow later and "
-            "the total falls short."),
+            "budget. The authors' code spreads what a full layer leaves evenly, so that with cascading a budget can "
+            "grow when a later layer arrives, and the total falls short."),
             "Entropy, mean and variance are float32; the authors' code takes the variance in the model's type.",
             "A budget just below the context is met too; the authors' code keeps everything up to a window above it.",
             "Entries after the context are kept. The authors' code also evicts an entry in every step.",

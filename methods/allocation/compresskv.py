@@ -63,8 +63,9 @@ class CompressKV(ScoredMethod):
         deviations=(
             ("Every layer has the same budget. The paper's layers share one in proportion to errors that its authors "
             "measure on LongBench itself."),
-            ("Retrieval heads are found while a needle is copied, token by token as it stands in the text. The authors "
-            "let the model answer questions about needles, which small models cannot."),
+            ("Retrieval heads are found while a needle of random tokens is copied, token by token as it stands in the "
+            "text. The authors let the model answer questions about needles, which small models cannot, and count an "
+            "answer if it has more than half of the needle's words."),
             ("A copied token counts once for a head; the authors' code counts it once for each of its places in the "
             "needle."),
         ),

@@ -25,7 +25,7 @@ DEVIATIONS = (
     "before it takes the budget's share, so its limit is lower by that share of the window."),
     ("The window and the entries of the first stage are always kept. The authors' code gives them the largest score of "
     "the layer, so that a layer with small scores can lose its window to others."),
-    "Scores are float32; the norm of a KV head's projected value is the mean over its query heads.",
+    "Scores are float32; the authors' are in the model's type after the softmax.",
 )
 TINY = torch.finfo(torch.float32).tiny
 UPSTREAM = Upstream(repo="FFY0/DefensiveKV", commit="9251b95", license="Apache-2.0")

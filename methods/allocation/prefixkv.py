@@ -34,7 +34,7 @@ class PrefixKV(AttentionSums, CascadeMethod):
         upstream=Upstream(repo="THU-MIG/PrefixKV", commit="39b7265", license="MIT"),
         deviations=(
             ("The share is found on each context and meets the budget exactly. The authors find one by binary search "
-            "on ten samples, to within five entries, and apply the mean numbers of entries to every prompt."),
+            "on ten samples, to within five entries, and apply the mean shares of entries to every prompt."),
             ("Earlier layers are trimmed as later ones arrive, which gives the same result as after the last layer; "
             "the authors keep all layers until then."),
             "Entries after the context are kept; the authors' code drops one at a fixed place now and then.",

@@ -51,7 +51,8 @@ class SimLayerKV(CascadeMethod):
         ),
         unverified=("queries: the context's last, as in kvpress; the authors' code takes the first decoded token.",),
         limits=(
-            "A budget below one layer's share of all entries makes every layer lazy, as StreamingLLM is.",
+            ("A budget that does not hold one whole layer and the least windows of all others makes every layer lazy, "
+            "as StreamingLLM is."),
             "Lazy layers lose the middle of the text.",
         ),
     )
