@@ -38,7 +38,7 @@ class HeadMethod(Method):
     sinks: Natural = 4
     """First entries that a streaming head keeps."""
     probe: Annotated[int, Ge(2)] | None = None
-    """Random tokens per copy in the head profile; None: 2,500, or 64 on models with too few positions."""
+    """Random tokens per copy in the head profile; None: 2,500, or 64 on models with too few positions or tokens."""
 
     order: tuple[Head, ...] | None = resolved(by_bind=True)
     """Every head, in the order in which they become retrieval heads."""

@@ -49,14 +49,15 @@ class RazorAttention(HeadMethod):
             ("Only --budget paper follows the paper. Another budget gives as many retrieval heads as possible, up to "
             "the paper's shares, while the others keep a fifth of the mean entries per head; the rest widens their "
             "windows."),
-            ("The width of the window depends on the context's length alone, and it slides with every token; entries "
-            "that leave it go into the mean. With the paper's formula it would grow with the answer."),
+            ("The width of the window depends on the context's length alone, and it slides after a question and with "
+            "every token of an answer; entries that leave it go into the mean. With the paper's formula it would grow "
+            "with the answer."),
             ("A score is attention summed over all earlier copies, for all queries that have one; the tokens of a copy "
             "are all different."),
         ),
         unverified=(
-            ("Models with fewer than 10,001 positions are profiled on 40 probes of 64 tokens in four copies, not on "
-            "one of 2,500."),
+            ("Models with fewer than 10,001 positions, or fewer than 2,500 tokens in the vocabulary, are profiled on "
+            "40 probes of 64 tokens in four copies, not on one of 2,500."),
         ),
         limits=(
             "All heads but the retrieval heads lose the middle of the text.",
