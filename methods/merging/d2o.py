@@ -41,7 +41,7 @@ class D2O(SharedBudgetMethod):
         idea="Layers whose heads differ in how they spread attention need fewer entries. "
         "Evicted entries whose keys are similar to a kept one are merged into it, so that less context is lost.",
         arxiv="2406.13035",
-        year=2025,
+        year=2024,
         family="merging",
         stages=("compression",),
         budget=BudgetKind.STORED,

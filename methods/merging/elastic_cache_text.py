@@ -38,7 +38,6 @@ class ElasticCacheText(AttentionSums):
             "of ranks, so that it keeps others. In place of each entry that it drops, it merges the one before it."),
             ("Entries after the context are kept. The authors drop one at a fixed place, 25 before the end of the "
             "compressed prompt, whenever the cache is above its share."),
-            "Of two anchors at the same distance the earlier one takes an entry.",
         ),
         limits=(
             "A mean of many entries counts as one in the softmax: no bias makes up for the others.",
