@@ -1,1 +1,1 @@
-"""Methods that draft tokens with a compressed cache and verify them, so that the answers are those of another cache."""
+"""Methods that draft tokens and verify them, so that the answers are those of the cache that verifies."""

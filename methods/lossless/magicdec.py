@@ -41,7 +41,8 @@ class MagicDec(Verified):
         heads="pooled",
         upstream=Upstream(repo="Infini-AI-Lab/MagicDec", commit="09cd671", license="Apache-2.0"),
         deviations=(
-            "The budget is entries per KV head of the draft; the authors' draft_budget of 257 counts the newest token.",
+            ("The budget is entries of the context per KV head of the draft, 256 with --budget paper; so is the "
+            "authors' draft_budget, which must be one more than a multiple of 128 (257 in their README)."),
             "SnapKV scales its logits; the authors' code does not.",
             ("With draft=streaming-llm, entries of the context are those of the full cache; the authors' draft reads "
             "the prompt through its own window."),

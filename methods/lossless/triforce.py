@@ -55,8 +55,8 @@ class TriForce(Verified):
             ("Chunks are chosen by the mean over the query heads of a KV head; the authors' models have one query head "
             "per KV head."),
             ("Chunks are chosen anew after every round, by the query of its last token. The released code chooses them "
-            "once, by the query of the last prompt token (models/cache.py:180), and its decode loop adds new tokens in "
-            "place of retrieved ones (utils/decoding.py:125)."),
+            "once, by the query of the last prompt token (models/modeling_llama.py:235), and after every round it puts "
+            "all new tokens in place of retrieved ones (utils/decoding.py:125, models/cache.py:180)."),
             "The retrieved chunks and the newest tokens, at most a chunk less one, make up the budget.",
             "Greedy decoding, for which every level is exact; the authors sample.",
         ),
