@@ -46,7 +46,7 @@ class CAKE(CascadeMethod):
             ("Shares are in exact proportion to the preferences, up to all entries of a layer, and add up to the "
             "budget. The authors' code spreads what a full layer leaves evenly, so that with cascading a budget can "
             "grow when a later layer arrives, and the total falls short."),
-            "Entropy, mean and variance are float32; the authors' code takes the variance in the model's type.",
+            "Entropy, mean and variance are float32; the authors' code takes mean and variance in the model's type.",
             "A budget just below the context is met too; the authors' code keeps everything up to a window above it.",
             "Entries after the context are kept. The authors' code also evicts an entry in every step.",
             "Layers with a sliding window keep an equal share of it each.",
