@@ -1,1 +1,1 @@
-"""Methods that store every entry in fewer bits."""
+"""Methods that store every entry with fewer bits, in fewer dimensions, or entropy coded."""

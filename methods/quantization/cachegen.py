@@ -25,7 +25,7 @@ LAYERS = 32
 
 @dataclass(frozen=True)
 class CacheGen(StreamMethod):
-    """Stores a context as streams of entropy-coded symbols, one per channel."""
+    """Stores a context as streams of entropy-coded symbols, one for every 256 tokens of a channel."""
 
     level: Literal[1, 2, 3] = 2
     """Quality, as in the authors' code: the number of bins, fewer in later layers except at level 3."""
@@ -52,11 +52,11 @@ class CacheGen(StreamMethod):
             "are not in it and not here."),
             ("Symbols are coded by the range variant of asymmetric numeral systems, whose rate is that of the authors' "
             "range coder; frequencies have 16 bits in both."),
-            "The number of bins changes at the layers of a model of 32 layers, in proportion to the model's depth.",
-            ("Chunks have 1,500 tokens, as in the authors' script that adapts to bandwidth, and the last one may be "
-            "shorter. Their main script encodes a context as one chunk."),
-            ("Largest magnitudes are stored in float16, and the rest is computed in float32. The authors compute in "
-            "the element type of the cache, which puts some elements into a neighboring bin."),
+            ("Levels and bins are the authors' for Mistral-7B; bins change at its 32 layers, in proportion to the "
+            "model's depth. Their code has other bins for a model of 80 layers."),
+            ("Chunks have 1,500 tokens, as where the authors' scripts/adapt.sh loads them; it encodes chunks of 1,000. "
+            "The last one may be shorter. Their main script encodes a context as one chunk."),
+            "Largest magnitudes are stored in float16; the authors store them in the element type of the cache.",
             "A table has as many frequencies as its layer has bins; the authors' have the most of any layer.",
             "A token of zeros is restored as zeros; the authors' code divides by its largest element.",
         ),
@@ -65,7 +65,7 @@ class CacheGen(StreamMethod):
             "cannot be declared, and there is no budget."),
             ("While a question is answered, the decoded context takes as many bytes as the full cache, and every step "
             "reads them."),
-            "Tables of frequencies take 2 bytes per channel and bin in every chunk: short contexts gain little.",
+            "Tables take 2 bytes per channel for every bin but one in each chunk: short contexts gain little.",
             "Choosing a level by the bandwidth of a network, as the paper does for every chunk, is not simulated.",
         ),
     )

@@ -1,4 +1,4 @@
-"""FP8: every entry as 8-bit floating point numbers with one scale, as inference engines store it."""
+"""FP8: every entry as 8-bit floating point numbers, without a scale or with calibrated ones, as engines store it."""
 
 from __future__ import annotations
 

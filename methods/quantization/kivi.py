@@ -41,9 +41,10 @@ class Kivi(PackedMethod):
             "Codes are packed along the channels, for keys too; the authors' code packs keys along the tokens.",
             ("A later turn attends to its own entries exactly and packs them at its end, so that results do not depend "
             "on chunks. SCBench's port never packs them; scbench_compat=true does the same."),
-            "A group of equal elements has scale 0 and is restored exactly; the authors' code divides by zero.",
-            ("The default of residual is 32, as in the authors' README and in SCBench; their LongBench tables and the "
-            "default of their command line are 128, which --budget paper takes."),
+            ("A group of equal elements has scale 0 and is restored exactly where float16 holds them; the authors' "
+            "code divides by zero."),
+            ("The default of residual is 32, as in the authors' example.py and in SCBench; their LongBench tables and "
+            "the default of their command line are 128, which --budget paper takes."),
             ("The default of group is the paper's 32, or the whole value where it is narrower, which none of the "
             "paper's models has."),
         ),

@@ -68,7 +68,8 @@ class KVQuant(CodedMethod):
         deviations=(
             ("Every key and value of a head has the same number of outliers, those farthest from the middle of its "
             "range, or from the value's mean, in slots of one size; the authors' list has every key element beyond the "
-            "range of its channel, of any number, or with cap_outliers at most 42 of all heads of a token."),
+            "range of its channel, of any number, or with cap_outliers at most 42 of all heads of a token, and of "
+            "values the largest and smallest half percent over all heads of a token."),
             ("A value's range is that of one head, after its outliers, in float16; the authors' is over all heads of a "
             "token."),
             ("Levels have the least squared error over the text. The authors weigh elements by the Fisher information, "

@@ -77,7 +77,7 @@ class QJL(CodedMethod):
             "code for Llama 2 encodes the oldest of these at every step, their code for Llama 3 no value."),
             "The first layers are 15 of 32, in proportion to the model's depth; the authors' are 15 in every model.",
             ("Outlier channels are those of the largest norm over the whole context, per KV head; the authors choose 8 "
-            "of 128 channels for every 32 tokens, which cannot be done for single tokens."),
+            "of 128 channels for every 32 tokens."),
             ("Outlier channels and the others have projections of their own and of their own number of signs per "
             "channel; the authors project both with one matrix, with zeros for the channels of the other."),
             ("Estimates are divided by the exact mean of a component of a random direction; the authors divide by that "

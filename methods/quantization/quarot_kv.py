@@ -40,11 +40,12 @@ class QuaRotKV(CodedMethod):
             ("Outputs are rotated back once a step. The authors merge the rotation of values into the weights before "
             "and after attention, with the same result."),
             ("Where the width of a head is not a power of two, the rotation is in blocks of the largest power of two "
-            "that divides it; the authors take Hadamard matrices of other sizes."),
+            "that divides it; the authors' simulation refuses such heads."),
             ("The context is stored exactly until its last chunk, so results do not depend on chunks; every later "
             "entry is quantized when it arrives."),
-            ("Levels start at the smallest element of a group. In the authors' code they are whole multiples of the "
-            "scale, and the range of a key always has zero in it."),
+            ("Levels start at the smallest element of a group, as in the authors' 4-bit cache "
+            "(quarot/transformers/kv_cache.py), which cuts off nothing. In their simulation (fake_quant), which clips, "
+            "levels are whole multiples of the scale, and the range of a key always has zero in it."),
             "Scales are rounded up and minima down to float16.",
         ),
         limits=(

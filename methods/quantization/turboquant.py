@@ -71,11 +71,11 @@ class TurboQuant(CodedMethod):
             "Qwen2.5-Coder-1.5B, where a channel of the first layer has a mean of 354, it answers no question of "
             "kv-short."),
             ("Rotation and projection are generated from a seed. All layers and conversations share them, so they do "
-            "not count as stored bytes: at 128 channels each has 64 KiB."),
+            "not count as stored bytes: without outliers each has 64 KiB at 128 channels."),
             ("The sign of the residual's projection (variant=prod) has no bias and more variance; softmax attention "
             "often does better without it."),
-            ("In plain PyTorch a step is slower than with the full cache: all entries are decoded in every step; with "
-            "variant=prod on a GPU, too, because the kernel reads no signs."),
+            ("In plain PyTorch a step is slower than with the full cache: all entries are decoded in every step. With "
+            "variant=prod they are on a GPU, too, because the kernel reads no signs."),
         ),
     )
 
