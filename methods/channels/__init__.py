@@ -1,1 +1,1 @@
-"""Methods that drop channels of keys."""
+"""Methods that drop channels of keys, or elements of keys and values."""

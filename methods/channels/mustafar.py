@@ -42,9 +42,9 @@ class Mustafar(Method):
             ("Bitmaps and elements of a token have slots of one size, so keys need no offsets and no padding; the "
             "authors' format stores keys by channel in tiles of 64 tokens and takes 65 % of the bytes at a sparsity of "
             "50 %, this one 56 % at 128 channels in 16 bits."),
-            ("A later turn attends to its own entries whole; the authors' code refuses later turns. Entries leave the "
-            "whole ones in blocks of `recent`, so that decode steps copy little; in the authors' code one leaves in "
-            "every step, or 256 together with its kernels."),
+            ("A later turn attends to its own entries whole; after the prompt the authors' code expects single tokens. "
+            "Entries leave the whole ones in blocks of `recent`, so that decode steps copy little; in the authors' "
+            "code one leaves in every step, or 256 together with its kernels."),
         ),
         limits=(
             "On a CPU a step is slower than with the full cache: expanding bitmaps costs more than it saves.",

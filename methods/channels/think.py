@@ -82,7 +82,8 @@ class ThinK(Method):
         name="think",
         title="ThinK: Thinner Key Cache by Query-Driven Pruning",
         idea="Few channels of the keys carry most of the products with queries. "
-        "The channels that add least for the last queries are dropped from every key, and the queries skip them.",
+        "The channels that add least for the last queries are dropped from all keys but the last ones, and queries "
+        "skip them there.",
         arxiv="2407.21018",
         year=2024,
         family="channels",
