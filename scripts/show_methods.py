@@ -16,7 +16,11 @@ FAMILIES = {
     "merging": ("Merging", "Entries that are removed are averaged into others."),
     "quantization": ("Quantization", "Every entry is kept with fewer bits, in fewer dimensions, or entropy coded."),
     "channels": ("Channels", "Every entry is kept, without a part of its channels or elements."),
-    "retrieval": ("Retrieval", "Every entry is stored, on the device, the host or in a file; a token reads a part."),
+    "retrieval": (
+        "Retrieval",
+        ("Entries are stored on the device, on the host or in a file, and a token reads a part of them. `mpcache`, "
+        "`rocketkv` and `sentencekv` drop some entries of the context first."),
+    ),
     "prefill": ("Sparse prefill", "A part of the prompt's attention is computed; the cache is the full one."),
     "lossless": (
         "Lossless decoding",

@@ -1,1 +1,1 @@
-"""Methods that store every entry and read only some of them in each decode step."""
+"""Methods whose decode steps read only some of the stored entries."""

@@ -69,8 +69,8 @@ class A2ATS(EndsMethod):
         deviations=(
             ("The budget counts entries per query head, first and last ones included; the group reads the union, "
             "as in the authors' code, whose ratio of 3 % excludes them."),
-            ("Codebooks are made from Python's manual when a run starts; the authors use 64,000 tokens of web text and "
-            "16,000 of random strings."),
+            ("Codebooks are made from Python's manual when a run starts; the authors use at least 65,536 tokens of web "
+            "text and 16,384 of random strings."),
             ("256 codewords; the authors have 4,096, which take more bytes than the entries of a short context. Use "
             "--set codewords=4096 for long ones."),
             ("Chosen entries are read with the query at its own position, as in the authors' llama_masked.py; their "

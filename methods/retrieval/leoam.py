@@ -45,8 +45,8 @@ class LeoAM(ReadingMethod):
         upstream=Upstream(repo="ustc-sunny/Long_Infer_KV", commit="60c78bc", license="Apache-2.0"),
         deviations=(
             ("The tree of the paper is built, as a comment in the authors' code describes it (" + CODE + ", lines 27 "
-            "to 39): the best chunks are halved until all of them are smallest. Their code scores every key of the "
-            "chosen chunks instead, which reads all of these keys."),
+            "to 39), which leaves the number of halvings open: the best chunks are halved until all of them are "
+            "smallest. Their code scores every key of the chosen chunks instead, which reads all of these keys."),
             "Chunks have the same sizes in all layers; the authors' code has chunks of 8 in the first two.",
             ("All layers read the same share of the entries; the authors' layers 0 and 1 have an importance_ratio of "
             "0.5."),

@@ -75,7 +75,7 @@ class LouisKV(ClusterMethod):
             "steps choose."),
             "tokens: chosen so that calibration takes seconds.",
             "iterations, sinks and recent: the paper's numbers were not at hand.",
-            "segment: clusters of at most 8,192 entries' neighbors bound the time of k-means.",
+            "segment: k-means runs on at most 8,192 neighboring entries, which bounds its time.",
             "Queries are compared after rotation.",
             "The last cluster is read in part where the budget ends.",
         ),

@@ -50,9 +50,10 @@ class RocketKV(ReadingMethod):
             "of approximate scores are the other half of theirs; kvbench reports these bytes separately."),
             ("The ratio that the stages share is that of the context; the authors count the tokens to generate, too, "
             "and keep at least twice as many entries as these."),
-            ("Chunks are made of kept entries in order of position. The authors' code makes them in order of the "
-            "scores by which it kept the entries, so that a chunk may have entries of distant places."),
-            "The number of channels is rounded down; the authors' code rounds it.",
+            ("Chunks are made of kept entries in order of position, and the number of channels is rounded down, as in "
+            "the authors' code for accuracy (pipeline). Their code for speed (gpt-fast) makes chunks in order of the "
+            "scores by which it kept the entries, so that one may have entries of distant places, and rounds the "
+            "number to the nearest."),
             ("Later entries are always read, in addition to the budget; the authors rank them like the others, so that "
             "a token may not read its own entry."),
             "The window has 32 queries; the authors' runs of SCBench have 128.",
