@@ -26,7 +26,11 @@ FAMILIES = {
         "Lossless decoding",
         "A small cache or model drafts tokens and the full cache verifies them: the output is that of greedy decoding.",
     ),
-    "reuse": ("Reuse across prompts", "Entries of documents that occurred in earlier prompts are taken over."),
+    "reuse": (
+        "Reuse across prompts",
+        ("Entries of documents that occurred in earlier prompts are taken over. `no-context` never sees the documents, "
+        "and `reasoncache` stores a trained prefix in place of demonstrations."),
+    ),
     "diffusion": ("Diffusion models", "Policies that compute a part of the positions in each denoising step."),
 }
 """Heading and description of each family, in the order of the page."""

@@ -26,7 +26,7 @@ class PromptCache(ApartMethod):
         stages=("generation", "loading"),
         budget=BudgetKind.NONE,
         heads="independent",
-        upstream=Upstream(repo="yale-sys/prompt-cache", commit="9027040", license=None),
+        upstream=Upstream(repo="yale-sys/prompt-cache", commit="9027040", license="MIT"),
         deviations=(
             ("Prompts come without a schema: a document has the positions of the earlier prompt in which it first "
             "occurs. Documents of different earlier prompts may overlap in positions, as in a union of the schema."),
