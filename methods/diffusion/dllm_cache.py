@@ -19,6 +19,7 @@ from kvbench.store.positions import PositionKV, sequences
 class DllmCache(Policy):
     """prompt, answer: interval, in passes, at which all of the prompt and all of the answer are recomputed.
 
+    The first layer recomputes everything in every pass, as in the reference.
     share: share of the answer that is recomputed in between: the tokens whose values changed most.
     """
 
@@ -32,8 +33,9 @@ class DllmCache(Policy):
              "recomputed rarely, the answer more often, and in between the tokens whose values changed most.",
         arxiv="2506.06295", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
         heads="pooled", upstream=Upstream(repo="maomaocun/dLLM-cache", commit="17235bf", license="Apache-2.0"),
-        deviations=("the intervals are those of its GSM8K script; the paper tunes them for each task",),
+        deviations=("the intervals are those of its GSM8K script for LLaDA-Instruct; the paper tunes them by task",),
         limits=(
+            "the first layer is recomputed whole in every pass, as in the reference",
             "computed tokens are counted in feed-forward layers; values of all answer tokens are computed as well",
         ),
     )

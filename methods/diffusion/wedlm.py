@@ -36,9 +36,10 @@ class CausalKV(PositionKV):
 
 @dataclass(frozen=True)
 class WeDlm(Policy):
-    """window: masks that a pass computes. entropy: tokens below it are committed, with `penalty` added per position.
+    """window: positions that a pass computes, from the first mask on.
 
-    entropy may be none: then every pass commits one token.
+    entropy: tokens below it are committed, with `penalty` added per position behind the first mask; none: every pass
+    commits one token.
     """
 
     window: Positive = 16
@@ -52,7 +53,8 @@ class WeDlm(Policy):
         idea="In every pass, decoded tokens stand before masks, at their own rotary positions, and attention is "
              "causal. So the entries of decoded tokens that have no mask before them never change, and are kept.",
         arxiv="2512.22737", year=2025, family="diffusion", stages=("generation",), budget=BudgetKind.NONE,
-        heads="independent", upstream=Upstream(repo="Tencent/WeDLM", commit="0216110", license=None),
+        heads="independent",
+        upstream=Upstream(repo="Tencent/WeDLM", commit="0216110", license="License Terms of WeDLM"),
         deviations=(
             "an answer of fixed length is filled; the reference stops at the first end of text",
             "with a shifted head the last committed position is computed again in every pass, as a predictor",
