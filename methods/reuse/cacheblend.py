@@ -36,11 +36,11 @@ class CacheBlend(ApartMethod):
         deviations=(
             ("A computed token sees the entries up to its own. The released code aligns the causal mask to the last "
             "entry, so that chosen tokens see later ones."),
-            ("All tokens after the documents are computed. The released example computes only the last one, and takes "
-            "the question's entries from a run of the question alone."),
+            ("All tokens after the documents are computed, as in the released blend_samsum.py. The other three "
+            "examples compute only the last one, and take the question's other entries from a run of it alone."),
             "The other tokens run through the whole check layer, not only up to its values.",
             "One ratio for all layers, as in the released code; the paper lowers it layer by layer.",
-            "The default of ratio is 0.15; that of the released code is 0.16, and its examples set 0.18.",
+            "The default of ratio is 0.15; that of the released code is 0.16, and two of its four examples set 0.18.",
         ),
         limits=LIMITS,
     )
