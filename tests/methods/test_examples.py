@@ -151,8 +151,8 @@ def test_the_guide_shows_the_signatures():
     """Of every hook, as the classes have them."""
     text = (EXAMPLES[0].parents[1] / "docs" / "adding_a_method.md").read_text().partition("### Signatures")[2]
     shown = [x.partition(": ...")[0] for x in text.split("```")[1].strip().splitlines()]
-    assert len(shown) == 15
-    every = [*[Method] * 12, ScoredMethod, RollingMethod, ScoredMethod]
+    assert len(shown) == 17
+    every = [*[Method] * 14, ScoredMethod, RollingMethod, ScoredMethod]
     for line, cls in zip(shown, every, strict=True):
         name = line.removeprefix("def ").partition("(")[0]
         assert line == f"def {name}{inspect.signature(getattr(cls, name))}".replace("'", "")
