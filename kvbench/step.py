@@ -98,6 +98,13 @@ class Step:
         """Scaled logits under the layer's soft cap, if it has one."""
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
+    def tokens(self) -> list[Step]:
+        """This step for each of its new tokens alone."""
+        count = self.query.shape[2]
+        return [
+            self.part(slice(t, t + 1), seen=self.seen - count + t + 1, moment=self.moment) for t in range(count)
+        ]
+
     def part(self, tokens: slice, *, seen: int, moment: Moment) -> Step:
         """This step for some of its new tokens. seen: tokens so far with the last of them."""
         return replace(

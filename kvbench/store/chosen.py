@@ -81,12 +81,10 @@ class ChosenKV(SelectiveKV):
 
         read: attention of one token, from its own step and the number of entries up to its own.
         """
-        count = step.query.shape[2]
-        parts = []
-        for t in range(count):
-            token = step.part(slice(t, t + 1), seen=step.seen - count + t + 1, moment=step.moment)
+        before, parts = self.total - step.query.shape[2], []
+        for t, token in enumerate(step.tokens()):
             self.reads.update({"queries": 1, "seen": token.seen})
-            parts.append(read(token, self.total - count + t + 1))
+            parts.append(read(token, before + t + 1))
         whole = Partial(torch.cat([x.output for x in parts], dim=2), torch.cat([x.lse for x in parts], dim=2))
         return merge_partials([whole], step.sinks).to(step.query.dtype)
 

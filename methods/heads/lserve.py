@@ -57,14 +57,8 @@ class HierarchicalPagedKV(PagedKV):
         """Attention of the new tokens over the pages chosen last and their own; over everything before the index."""
         if not self.selective:
             return super().attend(step)
-        count = step.query.shape[2]
-        outputs = [
-            self._attend_one(
-                step.part(slice(t, t + 1), seen=step.seen - count + t + 1, moment=step.moment), self.n - count + t
-            )
-            for t in range(count)
-        ]
-        return torch.cat(outputs, dim=2)
+        before = self.n - step.query.shape[2]
+        return torch.cat([self._attend_one(x, before + t) for t, x in enumerate(step.tokens())], dim=2)
 
     def _attend_one(self, token: Step, at: int) -> Tensor:
         """Attention of the token of this entry. [B, H_q, 1, D_v]"""
