@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kvbench.kernels.choice import using
+from tests.kernels.accesses import checked
 
 HEADS = {"MHA": (3, 3), "GQA": (6, 2), "MQA": (4, 1)}
 WIDTHS = (24, 20)
@@ -48,6 +51,16 @@ def pytest_generate_tests(metafunc):
 def pytest_itemcollected(item):
     """Every test here has many cases, and the interpreter takes up to seconds for one: `make test` runs one of each."""
     item.add_marker(pytest.mark.few)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _checked_accesses():
+    """Interpreted kernels stay within their tensors, and none depends on the order of its programs."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+    else:
+        with checked():
+            yield
 
 
 @pytest.fixture
