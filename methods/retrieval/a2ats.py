@@ -61,7 +61,7 @@ class A2ATS(EndsMethod):
         year=2025,
         version="2",
         family="retrieval",
-        stages=("retrieval",),
+        stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
         calibration="codebooks of keys, in one pass",
         heads="pooled",

@@ -54,7 +54,7 @@ class LouisKV(ClusterMethod):
         year=2025,
         version="2",
         family="retrieval",
-        stages=("retrieval",),
+        stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
         paper_budget="512",
         calibration="the cosine of queries in a row, in one pass",

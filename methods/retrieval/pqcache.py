@@ -40,7 +40,7 @@ class PQCache(ReadingMethod):
         arxiv="2407.12820",
         year=2024,
         family="retrieval",
-        stages=("retrieval",),
+        stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
         heads="independent",
         upstream=Upstream(repo="HugoZHL/PQCache", commit="151ce6b", license=None),

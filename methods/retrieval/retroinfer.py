@@ -34,7 +34,7 @@ class RetroInfer(ClusterMethod):
         year=2025,
         version="2",
         family="retrieval",
-        stages=("retrieval",),
+        stages=("retrieval", "loading"),
         budget=BudgetKind.READ,
         heads="independent",
         upstream=Upstream(repo="microsoft/RetrievalAttention", commit="2a66c4c", license="MIT"),
