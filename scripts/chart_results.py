@@ -10,6 +10,7 @@ import vl_convert
 from curated import HALF, NEEDLES, QUARTER, SEEN, group_cells, list_cells, name_method
 from pages import DOCS
 
+from kvbench.analysis.compare import is_full
 from kvbench.report.charts import COLORS, COSTS, Cost, draw_cost
 from kvbench.report.group import GroupedRun, label_results
 from kvbench.runs.results import Result
@@ -40,7 +41,8 @@ def list_pictures() -> list[tuple[Path, str, Cost]]:
 
 def draw_picture(path: Path, results: Sequence[Result], cost: Cost, title: str) -> None:
     """A chart of `kvbench report`."""
-    spec = draw_cost([GroupedRun(*x) for x in zip(results, label_results(results), strict=True)], cost)
+    labels = label_results(results)
+    spec = draw_cost([GroupedRun(x, label, full=is_full(x)) for x, label in zip(results, labels, strict=True)], cost)
     assert spec is not None, path
     path.write_bytes(vl_convert.vegalite_to_png(spec | {"width": 640, "height": 440, "title": title}))
 

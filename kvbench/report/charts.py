@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,17 +41,20 @@ class Cost:
     axis: str
     format: str
     """Number format of the axis, in d3 notation."""
+    log: bool
+    """Whether the axis is logarithmic if no cost is zero: methods store from a tenth of the full cache to three times
+    as much, and most of them less than a half."""
     read: Callable[[Result], float | None]
     """Reads the number from a result; None: not measured."""
 
 
 COSTS = (
-    Cost("stored bytes", "stored bytes, share of the full cache", ".0%", stored_share),
-    Cost("bytes read", "bytes read per decode step, share of the full cache", ".0%", read_share),
-    Cost("time per token", "ms per output token (median)", ",~f", lambda x: _milli(x.latency.tpot_s)),
-    Cost("time to first token", "ms to first token, compression included (median)", ",~f",
+    Cost("stored bytes", "stored bytes, share of the full cache", "~%", True, stored_share),
+    Cost("bytes read", "bytes read per decode step, share of the full cache", "~%", True, read_share),
+    Cost("time per token", "ms per output token (median)", ",~f", False, lambda x: _milli(x.latency.tpot_s)),
+    Cost("time to first token", "ms to first token, compression included (median)", ",~f", False,
          lambda x: _milli(x.latency.ttft_s)),
-    Cost("positions computed", "positions computed, share of those without a cache", ".0%",
+    Cost("positions computed", "positions computed, share of those without a cache", ".0%", False,
          lambda x: None if x.diffusion is None else x.diffusion.computed_share),
 )
 """Stored bytes and bytes read have separate charts and never share an axis."""
@@ -59,8 +63,8 @@ COSTS = (
 def draw_cost(entries: Sequence[GroupedRun], cost: Cost) -> Spec | None:
     """Draw scores against one cost for runs of one group. Returns None if fewer than two runs have both numbers.
 
-    The Pareto frontier is drawn as a line and labeled. The full cache is a dashed horizontal line, the method `random`
-    a dotted line through its budgets.
+    The Pareto frontier is drawn as a line and labeled. The full cache is a labeled dashed line, the method `random` a
+    dotted one through its budgets.
 
     Raises:
         UserError: Altair is not installed.
@@ -73,18 +77,21 @@ def draw_cost(entries: Sequence[GroupedRun], cost: Cost) -> Spec | None:
     best = find_frontier([(x["cost"], x["score"]) for x in points], higher_is_better=score.higher_is_better)
     ends = [end for x in points for end in (x["low"], x["high"])]
     families = tuple(sorted({x["family"] for x in points}))
-    return _outline(cost, Metric.of(score).title, families, bounded=0 <= min(ends) <= max(ends) <= 1) | {"datasets": {
-        "rows": points, "frontier": [points[i] for i in best], **_name([points[i] for i in reversed(best)], points),
+    log, bounded = cost.log and all(x["cost"] > 0 for x in points), 0 <= min(ends) <= max(ends) <= 1
+    named = _name([points[i] for i in reversed(best)], points, log=log)
+    return _outline(cost, Metric.of(score).title, families, log=log, bounded=bounded) | {"datasets": {
+        "rows": points, "frontier": [points[i] for i in best], **named,
         "full": [x for x, row in zip(points, rows, strict=True) if row.full][:1],
         "chance": [x for x in points if x["method"] == RANDOM],
     }}
 
 
 @functools.cache
-def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: bool) -> Spec:
+def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, log: bool, bounded: bool) -> Spec:
     """The chart without its data; cached, because Altair is slow and groups with the same families share it."""
     alt = load_extra("altair", extra="report", what="a chart")
     scale = alt.Scale(domain=[0, 1]) if bounded else alt.Scale(zero=False)
+    across = alt.Scale(type="log", base=2, nice=False, padding=20) if log else alt.Scale(zero=True)
     family = alt.selection_point(name="family", fields=["family"], bind="legend")
     method = alt.selection_point(name="method", fields=["method"], on="pointerover", empty=False)
     legend = alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1)
@@ -94,9 +101,7 @@ def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: boo
 
     def layer(name: str) -> Any:
         return alt.Chart(alt.NamedData(name)).encode(
-            x=alt.X("cost:Q", title=cost.axis, axis=alt.Axis(format=cost.format, tickCount=6), scale=alt.Scale(
-                zero=True,
-            )),
+            x=alt.X("cost:Q", title=cost.axis, axis=alt.Axis(format=cost.format, tickCount=6), scale=across),
             y=alt.Y("score:Q", title=f"{metric}, 95 % interval", scale=scale),
         )
 
@@ -110,6 +115,9 @@ def _outline(cost: Cost, metric: str, families: tuple[str, ...], *, bounded: boo
         ),
         layer("rows").mark_rule(strokeWidth=1).encode(y="low:Q", y2="high:Q", color=color, opacity=fade(0.35)),
         alt.Chart(alt.NamedData("full")).mark_rule(strokeDash=[6, 4]).encode(y="score:Q"),
+        alt.Chart(alt.NamedData("full")).mark_text(align="right", dx=-4, dy=-7, text="full cache").encode(
+            x=alt.value("width"), y="score:Q"
+        ),
         layer("chance").mark_line(strokeDash=[2, 3], color="#555"),
         layer("frontier").mark_line(interpolate="step-after", color="black", strokeWidth=1.5, opacity=0.6),
         layer("rows").mark_point(filled=True, size=55).encode(
@@ -140,21 +148,26 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
     }
 
 
-def _name(points: Sequence[Point], every: Sequence[Point]) -> dict[str, list[Point]]:
+def _name(points: Sequence[Point], every: Sequence[Point], *, log: bool) -> dict[str, list[Point]]:
     """Choose points whose labels do not overlap, in order; points on the right have their label on the left."""
-    wide = max(x["cost"] for x in every) or 1.0
+    costs = [x["cost"] for x in every]
+    left, right = (math.log(min(costs)), math.log(max(costs))) if log else (0.0, max(costs))
     high = max(1.0, *(x["score"] for x in every)) - min(0.0, *(x["score"] for x in every))
+
+    def find_place(x: Point) -> tuple[float, float]:
+        """Where the point is, as shares of the chart's width and height."""
+        at = math.log(x["cost"]) if log else x["cost"]
+        return (at - left) / ((right - left) or 1.0), x["score"] / high
+
     kept: list[Point] = []
     for x in points:
         if all(
-            abs(x["cost"] - y["cost"]) > LABEL_SPACING[0] * wide
-            or abs(x["score"] - y["score"]) > LABEL_SPACING[1] * high
+            any(abs(a - b) > space for a, b, space in zip(find_place(x), find_place(y), LABEL_SPACING, strict=True))
             for y in kept
         ):
             kept.append(x)
-    return {
-        "names": [x for x in kept if x["cost"] <= 0.6 * wide], "far": [x for x in kept if x["cost"] > 0.6 * wide],
-    }
+    far = [x for x in kept if find_place(x)[0] > 0.6]
+    return {"names": [x for x in kept if x not in far], "far": far}
 
 
 def draw_turns(entries: Sequence[GroupedRun]) -> Spec | None:
