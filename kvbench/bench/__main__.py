@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvbench.analysis.formatting import print_table
 from kvbench.bench.records import Bench
-from kvbench.bench.table import list_lines, make_tables
+from kvbench.bench.table import describe, list_lines, make_tables
 from kvbench.errors import UserError
 from kvbench.log import printable, say
 from kvbench.runs.files import read_file
@@ -24,8 +24,7 @@ def main(arguments: list[str]) -> int:
     try:
         for path in files:
             bench = read_file(Path(path), Bench)
-            where = bench.environment.gpu or bench.environment.cpu
-            title = f"{path}: {bench.model.id}, {bench.kernels} kernels, {where}, {bench.status}"
+            title = f"{path}, {bench.status}: {describe(bench)}"
             if brief:
                 sys.stdout.write(printable("\n".join([title, *list_lines(bench), ""])))
             else:

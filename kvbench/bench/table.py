@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvbench.analysis.formatting import format_bytes
 from kvbench.bench.records import FEW, Bench, BenchCell, Speedup, Time
+from kvbench.log import count
 
 COLUMNS = (
     "method", "quantity", "time", "over full", "over full-int8", "over none", "tokens/s", "bytes moved", "of copy",
@@ -13,6 +14,17 @@ COLUMNS = (
 )
 ON_A_GPU = ("time", "tokens/s")
 """Columns of absolute times, left out on a CPU, where they depend on other load."""
+
+
+def describe(bench: Bench) -> str:
+    """The model, where it ran, and the contexts if no prompt was run."""
+    place = bench.environment
+    where = place.gpu or f"{place.cpu}, {count(place.threads, 'thread')}"
+    context = "; synthetic contexts, no prompt was run" if bench.command["state"] == "synthetic" else ""
+    return (
+        f"{bench.model.id} ({bench.model.dtype}, {bench.kernels} kernels) on {where}; a copy moves "
+        f"{bench.copy_bandwidth.before / 1e9:,.0f} GB/s{context}"
+    )
 
 
 def make_tables(bench: Bench) -> Iterator[tuple[str, list[str], list[list[str]]]]:

@@ -11,7 +11,6 @@ import typer
 from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import MOST, InterruptionError, UserError
-from kvbench.log import count
 from kvbench.runs.schema import exceeds
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def bench_command(
     from kvbench.analysis.formatting import print_table
     from kvbench.bench.forecast import ANCHORS
     from kvbench.bench.run import BenchRequest, run_bench
-    from kvbench.bench.table import make_tables
+    from kvbench.bench.table import describe, make_tables
 
     request = BenchRequest(
         methods=tuple(method), model=model, lengths=_numbers(length, "--length"), batches=_split(batch),
@@ -84,13 +83,7 @@ def bench_command(
             raise
         said = f"interrupted: finished cells are in {out}. Run the same command to continue."
         raise InterruptionError(said) from None
-    place = found.environment
-    where = place.gpu or f"{place.cpu}, {count(place.threads, 'thread')}"
-    context = "" if state == "prefill" else "; synthetic contexts, no prompt was run"
-    echo(
-        f"{found.model.id} ({found.model.dtype}, {found.kernels} kernels) on {where}; a copy moves "
-        f"{found.copy_bandwidth.before / 1e9:,.0f} GB/s{context}"
-    )
+    echo(describe(found))
     for table in make_tables(found):
         print_table(*table)
     if as_json:

@@ -1038,6 +1038,14 @@ def test_committed_results_can_be_read(path):
         assert {x.outcome for x in found.cells} <= {"ok", "out of memory", "refused", "skipped"}
 
 
+def test_the_printer_of_saved_files_names_synthetic_contexts(capsys):
+    """Their times are no times of answers; prefilled contexts need no word."""
+    gpu, cpu = (ROOT / "results" / x for x in ("gpu/nvidia-h200/core.json", "bench/cpu-2-cores-steps.json"))
+    assert main(["--brief", str(gpu), str(cpu)]) == 0
+    titles = [x for x in capsys.readouterr().out.splitlines() if x.startswith(str(ROOT))]
+    assert [x.endswith("; synthetic contexts, no prompt was run") for x in titles] == [True, False]
+
+
 @pytest.mark.parametrize(("arguments", "wrong"), [
     ([], "no file."), (["--help"], "no file --help."), (["--brief", "/nope"], "no file /nope."),
 ])
