@@ -154,10 +154,6 @@ class KVFlow(BlockPolicy):
         self.steps: dict[str, dict[str, int]] = {}
         self.renewed: set[int] = set()
 
-    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
-        """Note recency."""
-        self.last[block] = index
-
     def served(self, index: int, request: TraceRequest) -> None:
         """Note the agent's fixed prefix and the steps of all agents of its workflow."""
         if request.agent is None:
