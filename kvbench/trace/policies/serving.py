@@ -51,7 +51,16 @@ class TailLRU(BlockPolicy):
 
 
 @dataclass(kw_only=True)
-class FixedTTL(BlockPolicy):
+class TimedPolicy(BlockPolicy):
+    """Recency in seconds of the trace instead of requests."""
+
+    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
+        """Note the time."""
+        self.last[block] = request.time
+
+
+@dataclass(kw_only=True)
+class FixedTTL(TimedPolicy):
     """Drops a block that was not used for a fixed time; least recently used where room is short before."""
 
     name: ClassVar[str] = "ttl"
@@ -60,14 +69,10 @@ class FixedTTL(BlockPolicy):
     seconds: float = 300.0
 
     def prepare(self, trace: Trace, capacity: float) -> None:
-        """Times of last use."""
+        """Check the settings."""
         super().prepare(trace, capacity)
         if self.seconds <= 0:
             raise UserError(f"policy 'ttl': seconds {self.seconds} must be above 0.")
-
-    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
-        """Note the time."""
-        self.last[block] = request.time
 
     def expired(self, block: int, now: float) -> bool:
         """Whether its time is over."""
@@ -185,7 +190,7 @@ class KVFlow(BlockPolicy):
 
 
 @dataclass(kw_only=True)
-class SAGA(BlockPolicy):
+class SAGA(TimedPolicy):
     """Recency in units of a horizon, plus the share of a tool's requests that were reused, less the prompt's size.
 
     The paper names these three terms; its code is not published, so weights and horizon are settings of ours.
@@ -209,10 +214,6 @@ class SAGA(BlockPolicy):
         self.open: dict[str, str] = {}
         self.bonus = [0.0] * len(trace.parents)
 
-    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
-        """Note the time."""
-        self.last[block] = request.time
-
     def served(self, index: int, request: TraceRequest) -> None:
         """Count a reuse of the session's last tool, and give the prompt's blocks their terms."""
         session, tool = request.session or "", request.tool or "none"
@@ -231,7 +232,7 @@ class SAGA(BlockPolicy):
 
 
 @dataclass(kw_only=True)
-class MooncakeStore(BlockPolicy):
+class MooncakeStore(TimedPolicy):
     """Evicts a share of the store at a high watermark, least recent first; recently read blocks are leased."""
 
     name: ClassVar[str] = "mooncake-store"
@@ -242,15 +243,11 @@ class MooncakeStore(BlockPolicy):
     lease: float = 10.0
 
     def prepare(self, trace: Trace, capacity: float) -> None:
-        """Times of last use."""
+        """Check the settings."""
         super().prepare(trace, capacity)
         for name, value in (("watermark", self.watermark), ("step", self.step)):
             if not 0 < value <= 1:
                 raise UserError(f"policy 'mooncake-store': {name} {value} must be above 0, and 1 at most.")
-
-    def touch(self, block: int, index: int, request: TraceRequest, *, new: bool) -> None:
-        """Note the time."""
-        self.last[block] = request.time
 
     def goal(self, used: int, capacity: float) -> float:
         """Nothing below the watermark; a whole pass above it."""
