@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvbench.errors import MOST_INSTANCES, check_number, unknown
@@ -118,11 +118,10 @@ def _dual_map(cluster: Cluster, request: TraceRequest) -> int:
     DualMap: prefix depths 4 * 2^k blocks, hot above 2 / instances of the last 1,000 requests, backlog 65,536 tokens.
     """
     count = len(cluster.caches)
-    depth = 4
-    while depth < len(request.blocks) and cluster.hot[request.blocks[:depth]] > 2 / count * len(cluster.recent):
-        depth *= 2
+    most = 2 / count * len(cluster.recent)
+    prefix = next((x for x in _prefixes(request.blocks) if cluster.hot[x] <= most), request.blocks)
     _note_prefixes(cluster, request)
-    pair = [_rendezvous(request.blocks[:depth], count, salt) for salt in (1, 2)]
+    pair = [_rendezvous(prefix, count, salt) for salt in (1, 2)]
     warm = [cluster.caches[i].look_up(request.blocks) for i in pair]
     first = 0 if warm[0] >= warm[1] else 1
     if cluster.backlog[pair[first]] > 65_536:
@@ -140,13 +139,11 @@ def _note_prefixes(cluster: Cluster, request: TraceRequest) -> None:
         cluster.hot[prefix] += 1
 
 
-def _prefixes(blocks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    depths = []
+def _prefixes(blocks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     depth = 4
     while depth < len(blocks):
-        depths.append(blocks[:depth])
+        yield blocks[:depth]
         depth *= 2
-    return depths
 
 
 def _rendezvous(key: object, count: int, salt: int) -> int:
