@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -116,26 +116,23 @@ class _RangePool:
         return found
 
     def give(self, pages: list[int]) -> None:
-        for page, count in _find_runs(pages):
-            bisect.insort(self.ranges, (page, count))
-        merged: list[tuple[int, int]] = []
-        for start, count in self.ranges:
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + count)
-            else:
-                merged.append((start, count))
-        self.ranges = merged
+        self.ranges = _join(sorted([*self.ranges, *_find_runs(pages)]))
 
 
 def _find_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     """Contiguous runs of pages, as (start, count)."""
-    runs: list[tuple[int, int]] = []
-    for page in sorted(pages):
-        if runs and runs[-1][0] + runs[-1][1] == page:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+    return _join((page, 1) for page in sorted(pages))
+
+
+def _join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same ranges, as (start, count) in order; those without a gap between them are one."""
+    joined: list[tuple[int, int]] = []
+    for start, count in ranges:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + count)
         else:
-            runs.append((page, 1))
-    return runs
+            joined.append((start, count))
+    return joined
 
 
 def _run_pool(
