@@ -44,7 +44,7 @@ from kvbench.methods.heads.profile import find_profile
 from kvbench.methods.heads.razor_attention import RazorAttention
 from kvbench.registry import find_method, find_task
 from kvbench.reproduce.findings.numbers import ranks
-from kvbench.reproduce.findings.observe import Layer, Observer, Values, observe
+from kvbench.reproduce.findings.observe import Layer, observe
 from kvbench.task import Encoded, Mode, Split, encode
 
 PAGE, NEEDLES = DOCS / "differences.md", "niah_multikey_1"
@@ -85,7 +85,7 @@ class Turn:
         return list(range(first, first + len(self.copies) + self.after))
 
 
-class Reading(Observer):
+class Reading:
     """Attention of questions and answers to the entries of values, and the places of these in the order of scores."""
 
     def __init__(self, context: int, turns: Sequence[Turn]) -> None:
@@ -125,10 +125,6 @@ class Reading(Observer):
             self.read[-1].append(read)
             for name, x in places.items():
                 self.places[name].append((float((x[:, turn.entries] * read).sum()), float(read.sum())))
-
-    def result(self) -> Values:
-        """Nothing: the fields are read."""
-        return {}
 
 
 def find_turns(encoded: Encoded, values: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Turn]:
@@ -200,7 +196,7 @@ def measure(name: str) -> Measured:
         for i, turn in enumerate(encoded.turns):
             whole += [*(turn.later if i else turn.first), *turn.answer]
         seen = Reading(len(encoded.context), turns)
-        observe(model, whole, [seen])
+        observe(model, whole, [seen.see])
         every.append(seen)
         if not any(float(layer[0].sum()) for layer in seen.read):
             raise SystemExit(f"{name}: no head reads the first value of context {number + 1}. Take another task.")

@@ -19,14 +19,14 @@ from kvbench.methods.quantization.polarquant import PolarQuant
 from kvbench.methods.quantization.qjl import QJL
 from kvbench.methods.quantization.quarot_kv import QuaRotKV
 from kvbench.methods.quantization.turboquant import TurboQuant
-from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, causal_mask, observe
+from kvbench.reproduce.findings.observe import Layer, attend, causal_mask, observe
 
 README = Path(__file__).parent.parent / "README.md"
 TOKENS = 400
 METHODS = (Fp8, Nvfp4, QuaRotKV, TurboQuant, PolarQuant, QJL)
 
 
-class Rounding(Observer):
+class Rounding:
     """Prints a row per layer."""
 
     def __init__(self, shape: Shape) -> None:
@@ -43,10 +43,6 @@ class Rounding(Observer):
             row.append(float((layer.attention - moved).abs().sum(-1).mean()) / 2)
         print(f"| {layer.index} | {row[0]:.0f} | {row[1]:.0f} | {' | '.join(f'{x:.2f}' for x in row[2:])} |")
 
-    def result(self) -> Values:
-        """Nothing: the rows are printed."""
-        return {}
-
 
 def main() -> None:
     """Print the table."""
@@ -59,7 +55,7 @@ def main() -> None:
     names = " | ".join(x.card.name for x in METHODS)
     print(f"| layer | largest key | largest mean of a channel | {names} |\n| ---: |{' ---: |' * (2 + len(METHODS))}")
     ids = model.tokenizer(README.read_text(encoding="utf-8")).input_ids[:TOKENS]
-    observe(model, ids, [Rounding(model.shape(TOKENS))])
+    observe(model, ids, [Rounding(model.shape(TOKENS)).see])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.hf import Model
 from kvbench.reproduce.findings.numbers import fit_line, top_mask
-from kvbench.reproduce.findings.observe import Layer, Observer, Values, attend, causal_mask, mix, observe, run_layers
+from kvbench.reproduce.findings.observe import Layer, Values, attend, causal_mask, mix, observe, run_layers
 from kvbench.reproduce.findings.passes import drop_smallest
 
 HEAD_SHARES = (0.15, 0.25, 0.5)
@@ -35,7 +35,7 @@ def repeat_span(ids: Sequence[int]) -> tuple[list[int], int]:
     return [*span, *ids[: len(ids) // 4], *span], len(span)
 
 
-class RetrievalScores(Observer):
+class RetrievalScores:
     """RazorAttention: attention to the same token of the first span, and to the one after it, by KV head."""
 
     def __init__(self, span: int) -> None:
@@ -48,15 +48,12 @@ class RetrievalScores(Observer):
         assert isinstance(found, Tensor)
         self.scores.append(found.unflatten(0, (layer.key.shape[0], -1)).amax(-1))
 
-    def result(self) -> Values:
-        return {"highest_by_layer": [float(x.max()) for x in self.scores]}
-
 
 def rank_heads(model: Model, ids: Sequence[int]) -> list[tuple[int, int]]:
     """KV heads as (layer, head), those that retrieve the repeated span of a text first."""
     tokens, span = repeat_span(ids)
     scores = RetrievalScores(span)
-    observe(model, tokens, [scores])
+    observe(model, tokens, [scores.see])
     every = [(float(x), i, head) for i, layer in enumerate(scores.scores) for head, x in enumerate(layer)]
     return [(i, head) for _, i, head in sorted(every, reverse=True)]
 

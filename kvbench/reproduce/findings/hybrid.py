@@ -77,5 +77,5 @@ def find_needle(ids: Sequence[int]) -> tuple[int, slice]:
 def compare_layers(model: Model, ids: Sequence[int]) -> Values:
     """Layers with rotation and layers without, on a text that ends with the answer to a question."""
     kinds = LayerKinds(*find_needle(ids))
-    observe(model, ids, [kinds])
+    observe(model, ids, [kinds.see])
     return kinds.result()

@@ -1,9 +1,9 @@
-"""Runs a text through a model and hands every layer's queries, keys, values and attention to observers."""
+"""Runs a text through a model and hands every layer's queries, keys, values and attention to functions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -76,13 +76,11 @@ def mix(weights: Tensor, value: Tensor) -> Tensor:
     return (weights @ value.repeat_interleave(weights.shape[0] // value.shape[0], dim=0))[None]
 
 
-def observe(model: Model, ids: Sequence[int], observers: Iterable[Observer]) -> None:
-    """Run a text exactly, and show each layer to every observer."""
-    seen = list(observers)
-
+def observe(model: Model, ids: Sequence[int], functions: Sequence[Callable[[Layer], None]]) -> None:
+    """Run a text exactly, and show each layer to every function."""
     def compute(layer: Layer) -> Tensor:
-        for observer in seen:
-            observer.see(layer)
+        for see in functions:
+            see(layer)
         return mix(layer.attention, layer.value)
 
     run_layers(model, ids, compute, keep=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.hf import Model
 from kvbench.reproduce.findings.numbers import top_mask
-from kvbench.reproduce.findings.observe import Layer, Observer, Values, observe
+from kvbench.reproduce.findings.observe import Layer, Values, observe
 
 QUESTIONS = 4
 LEAST_CHARS = 16
@@ -36,7 +36,7 @@ def ask_lines(model: Model, ids: Sequence[int]) -> list[tuple[list[int], list[in
     return [(encode(f"\n\nQuestion: Which line follows `{a}`?\nAnswer: "), encode(b)) for a, b in chosen]
 
 
-class Mass(Observer):
+class Mass:
     """Attention that rows after a context give to its entries: the sum and the largest, by layer and KV head.
 
     rows: of the whole sequence.
@@ -52,9 +52,6 @@ class Mass(Observer):
         self.sums.append(given.sum((1, 2)))
         self.largest.append(given.amax((1, 2)))
 
-    def result(self) -> Values:
-        return {}
-
 
 def reconstruct(model: Model, ids: Sequence[int]) -> Values:
     """KVzip: scores by repeating the context, and by its last tokens, against the entries that later answers read."""
@@ -64,12 +61,12 @@ def reconstruct(model: Model, ids: Sequence[int]) -> Values:
     repeated = Mass(count, slice(count + len(prompt), None))
     window = Mass(count, slice(count - OBSERVED, count))
     prefill = Mass(count, slice(0, count))
-    observe(model, [*context, *prompt, *context], [repeated, window, prefill])
+    observe(model, [*context, *prompt, *context], [repeated.see, window.see, prefill.see])
     scores = {"repeated": repeated.largest, "window": window.sums, "accumulated": prefill.sums}
     recalls: dict[str, list[float]] = {x: [] for x in scores}
     for question, answer in ask_lines(model, context):
         asked = Mass(count, slice(count + len(question) - 1, None))
-        observe(model, [*context, *question, *answer], [asked])
+        observe(model, [*context, *question, *answer], [asked.see])
         for name, found in scores.items():
             hits = [top_mask(a, KEPT) & top_mask(b, READ) for a, b in zip(found, asked.sums, strict=True)]
             recalls[name].append(fmean(float(x.sum() / x.shape[0]) for x in hits) / max(1, int(count * READ)))
@@ -80,40 +77,26 @@ def reconstruct(model: Model, ids: Sequence[int]) -> Values:
     }
 
 
-class Queries(Observer):
-    """The queries of every layer, rotated and not."""
-
-    def __init__(self) -> None:
-        self.rotated: list[Tensor] = []
-        self.plain: list[Tensor] = []
-
-    def see(self, layer: Layer) -> None:
-        self.rotated.append(layer.query)
-        self.plain.append(layer.plain_query)
-
-    def result(self) -> Values:
-        return {}
-
-
 def compare_queries(model: Model, ids: Sequence[int], other: Sequence[int]) -> Values:
     """DapQ, table 1: cosine of queries with those of another text at the same positions, and of the same text moved.
 
     The second half of the text is compared: with the other text there, and with the half alone, from position 0 on.
     """
     half = len(ids) // 2
-    found = []
-    for tokens in (ids, other, ids[half:]):
-        queries = Queries()
-        observe(model, tokens, [queries])
-        found.append(queries)
-    text, elsewhere, moved = found
+
+    def collect(tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Queries by layer, rotated and not."""
+        found: list[tuple[Tensor, Tensor]] = []
+        observe(model, tokens, [lambda layer: found.append((layer.query, layer.plain_query))])
+        return found
 
     def likeness(a: Tensor, b: Tensor) -> float:
         return float(torch.cosine_similarity(a, b, dim=-1).mean())
 
-    position = [likeness(a[:, half:], b[:, half:]) for a, b in zip(text.rotated, elsewhere.rotated, strict=True)]
-    content = [likeness(a[:, half:], b) for a, b in zip(text.rotated, moved.rotated, strict=True)]
-    plain = [likeness(a[:, half:], b) for a, b in zip(text.plain, moved.plain, strict=True)]
+    text, elsewhere, moved = (collect(x) for x in (ids, other, ids[half:]))
+    position = [likeness(a[:, half:], b[:, half:]) for (a, _), (b, _) in zip(text, elsewhere, strict=True)]
+    content = [likeness(a[:, half:], b) for (a, _), (b, _) in zip(text, moved, strict=True)]
+    plain = [likeness(a[:, half:], b) for (_, a), (_, b) in zip(text, moved, strict=True)]
     return {
         "same_position": fmean(position), "same_content": fmean(content), "same_content_not_rotated": fmean(plain),
         "layers_by_position": fmean(float(a - b >= 0.1) for a, b in zip(position, content, strict=True)),

@@ -122,7 +122,7 @@ class Reference:
     def subspaces(self) -> dict[int, torch.Tensor]:
         """Subspaces of its keys by layer."""
         found = entries.SingularValues()
-        observe(self.model, self.ids, [found])
+        observe(self.model, self.ids, [found.see])
         return found.reference
 
     @cached_property
@@ -187,7 +187,7 @@ def _measure_text(
 
     observers = {x: make(x) for x in wanted if x in OBSERVERS}
     if observers:
-        observe(model, ids, observers.values())
+        observe(model, ids, [x.see for x in observers.values()])
         yield from ((x, observer.result()) for x, observer in observers.items())
     for name in (x for x in wanted if x in PASSES):
         yield name, PASSES[name](model, ids, reference)

@@ -237,7 +237,7 @@ def test_pruning_nothing_changes_nothing(monkeypatch):
 def test_observers_see_every_layer_once():
     """Two layers of a tiny model; the text's own forward is exact."""
     seen = attention.Sparsity()
-    observe(tiny_model(), text(), [seen])
+    observe(tiny_model(), text(), [seen.see])
     assert len(seen.shares) == 2
 
 
@@ -258,7 +258,7 @@ def test_a_planted_retrieval_head_ranks_first():
         weights[1, length - span + i] = 0
         weights[1, length - span + i, i + 1] = 1
     scores = compressed.RetrievalScores(span)
-    see(scores, Made(weights, key=keys(2, length)))
+    scores.see(Made(weights, key=keys(2, length)))
     assert scores.scores[0].tolist() == pytest.approx([1 / 19, 1.0])  # the first head: token 0 is its own copy
 
 
@@ -297,7 +297,7 @@ def test_pruning_within_the_recent_entries_changes_nothing(monkeypatch):
 def test_masses_are_those_of_the_rows():
     """Uniform attention of the last ten of 20 rows to the first ten tokens: the sum over two heads, and the largest."""
     mass = questions.Mass(10, slice(10, None))
-    see(mass, Made(uniform(20), key=keys(1, 20)))
+    mass.see(Made(uniform(20), key=keys(1, 20)))
     wanted = 2 * sum(1 / x for x in range(11, 21))
     assert mass.sums[0].tolist() == [pytest.approx([wanted] * 10)]
     assert mass.largest[0].tolist() == [pytest.approx([1 / 11] * 10)]
