@@ -30,20 +30,18 @@ def stream(model: Model, ids: Sequence[int], newline: int) -> Values:
     """StreamingLLM, tables 1 and 2: perplexity with a window, with sinks and a window, and with all tokens."""
     cached = int(len(ids) * CACHED_SHARE)
     full = _perplexity(model, ids, cached, None)
-    found: Values = {"full": full}
-    for sinks in SINKS:
-        found[f"sinks_{sinks}"] = _perplexity(model, ids, cached, sinks)
+    by_sinks = {x: _perplexity(model, ids, cached, x) for x in SINKS}
     replaced = [*[newline] * 4, *ids]
     lines = _perplexity(model, replaced, cached, 4, skip=4)
-    gain = _number(found["sinks_0"]) - _number(found["sinks_4"])
-    found.update({
-        "window_over_sinks": _number(found["sinks_0"]) / _number(found["sinks_4"]),
-        "sinks_over_full": _number(found["sinks_4"]) / full,
-        "newlines_over_sinks": lines / _number(found["sinks_4"]),
-        "first_sink_gain": (_number(found["sinks_0"]) - _number(found["sinks_1"])) / gain,
-        "gain_from_4_to_8": (_number(found["sinks_4"]) - _number(found["sinks_8"])) / gain,
-    })
-    return found
+    gain = by_sinks[0] - by_sinks[4]
+    return {
+        "full": full, **{f"sinks_{sinks}": x for sinks, x in by_sinks.items()},
+        "window_over_sinks": by_sinks[0] / by_sinks[4],
+        "sinks_over_full": by_sinks[4] / full,
+        "newlines_over_sinks": lines / by_sinks[4],
+        "first_sink_gain": (by_sinks[0] - by_sinks[1]) / gain,
+        "gain_from_4_to_8": (by_sinks[4] - by_sinks[8]) / gain,
+    }
 
 
 def _perplexity(model: Model, ids: Sequence[int], cached: int, sinks: int | None, skip: int = 0) -> float:
@@ -63,11 +61,6 @@ def _perplexity(model: Model, ids: Sequence[int], cached: int, sinks: int | None
     )
     wanted = torch.tensor(ids[start + 1 :])
     return float(logs[:-1].gather(1, wanted[:, None]).mean().neg().exp())
-
-
-def _number(x: float | list[float]) -> float:
-    assert isinstance(x, float)
-    return x
 
 
 def _collect(model: Model, ids: Sequence[int], first_position: int = 0) -> list[Layer]:
