@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.hf import Model
-from kvbench.reproduce.findings.numbers import fit_line, top_mask
+from kvbench.reproduce.findings.numbers import divergence, fit_line, top_mask
 from kvbench.reproduce.findings.observe import Layer, Values, attend, causal_mask, mix, observe, run_layers
 from kvbench.reproduce.findings.passes import drop_smallest
 
@@ -99,7 +99,7 @@ def diverge(model: Model, ids: Sequence[int]) -> Values:
         return mix(attend(layer.query, layer.key, layer.step.scale, allowed), layer.value)
 
     rough = run_layers(model, ids, compute, keep=later)
-    steps = _divergence(exact, rough)
+    steps = divergence(exact, rough)
     agrees = (exact.argmax(-1) == rough.argmax(-1)).float()
     quarter = later // 4
     return {
@@ -108,11 +108,6 @@ def diverge(model: Model, ids: Sequence[int]) -> Values:
         "nats_per_step": float(steps.mean()), "agreement": float(agrees.mean()),
         "agreement_drop": float(agrees[:OBSERVED].mean() - agrees[-OBSERVED:].mean()),
     }
-
-
-def _divergence(exact: Tensor, rough: Tensor) -> Tensor:
-    """KL divergence by position, from log-probabilities. [T, V] -> [T]"""
-    return (exact.exp() * (exact - rough)).sum(-1)
 
 
 def drop_layers(model: Model, ids: Sequence[int]) -> Values:
@@ -167,7 +162,7 @@ def prune_cache(model: Model, ids: Sequence[int]) -> Values:
             read = mix(near, layer.value) + mix(weights - near, value)
             return torch.cat([mix(layer.attention[:, :context], layer.value), read], dim=2)
 
-        return float(_divergence(exact, run_layers(model, ids, compute, keep=later)).mean())
+        return float(divergence(exact, run_layers(model, ids, compute, keep=later)).mean())
 
     cases = itertools.product((0.5, 0.7), (False, True))
     return {

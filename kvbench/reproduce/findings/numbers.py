@@ -34,6 +34,11 @@ def pearson(first: Tensor, other: Tensor) -> Tensor:
     return found
 
 
+def divergence(exact: Tensor, rough: Tensor) -> Tensor:
+    """KL divergence by position, from log-probabilities. [T, V] -> [T]"""
+    return (exact.exp() * (exact - rough)).sum(-1)
+
+
 def fit_line(curve: Tensor) -> Tensor:
     """Squared correlation of the numbers along the last dimension with their places."""
     return pearson(torch.arange(float(curve.shape[-1])), curve).square()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.hf import Model
-from kvbench.reproduce.findings.numbers import spearman
+from kvbench.reproduce.findings.numbers import divergence, spearman
 from kvbench.reproduce.findings.observe import Layer, Values, attend, causal_mask, mix, run_layers
 
 CACHED_SHARE = 0.25
@@ -139,7 +139,7 @@ def recompute(model: Model, ids: Sequence[int]) -> Values:
             return mix(attend(layer.query, key, layer.step.scale, causal_mask(layer.length)), value)
 
         rough = run_layers(model, ids, compute, keep=len(ids) - count)
-        return float((exact.exp() * (exact - rough)).sum(-1).mean())
+        return float(divergence(exact, rough).mean())
 
     found = {f"kl_{ratio:.0%}": measure(ratio) for ratio in RATIOS}
     return {**found, "removed_by_15%": 1 - found["kl_15%"] / found["kl_0%"]}
@@ -156,7 +156,7 @@ def prune(model: Model, ids: Sequence[int]) -> Values:
             return mix(attend(layer.query, key, layer.step.scale, causal_mask(layer.length)), value)
 
         rough = run_layers(model, ids, compute, keep=keep)
-        return float((exact.exp() * (exact - rough)).sum(-1).mean())
+        return float(divergence(exact, rough).mean())
 
     found: Values = {f"elements_{share:.0%}": measure(share, channels=False) for share in SPARSITIES}
     found["channels_50%"] = measure(0.5, channels=True)

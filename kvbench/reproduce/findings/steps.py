@@ -11,6 +11,7 @@ from kvbench.engine.session import Session
 from kvbench.hf import Model
 from kvbench.method import Budget, Method
 from kvbench.registry import find_method
+from kvbench.reproduce.findings.numbers import divergence
 from kvbench.reproduce.findings.observe import Values
 
 METHODS = {"kvzip": "25%", "snapkv": "25%", "random": "25%", "kivi": None}
@@ -28,7 +29,7 @@ def follow(model: Model, ids: Sequence[int]) -> Values:
         method = find_method(name)().bind(model)
         fitted = method.fit(None if budget is None else Budget.parse(budget), model.shape(context))
         rough = _force(model, fitted, ids, context)
-        steps = (exact.exp() * (exact - rough)).sum(-1)
+        steps = divergence(exact, rough)
         sums = steps[: len(steps) // PART * PART].unflatten(0, (-1, PART)).sum(1).cumsum(0)
         found[f"{name}_sum"] = sums.tolist()
         found[f"{name}_second_half"] = 1 - float(sums[len(sums) // 2 - 1] / sums[-1].clamp_min(1e-12))
