@@ -15,6 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from kvbench.leaderboard.site.pages import sanitize
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.registry import list_models
 from kvbench.report.group import VISIBILITIES, Axis
@@ -197,9 +198,7 @@ class _Table:
     """Texts and runs of the answers, each written once and named by its number."""
 
     def __init__(self, pages: Mapping[str, str], groups: Iterable[Group]) -> None:
-        from kvbench.leaderboard.site.pages import sanitize
-
-        self.sanitize, self.pages = sanitize, pages
+        self.pages = pages
         self.names = {id(row.listed.run): row.listed.name for group in groups for row in group.rows}
         self.texts: dict[str, int] = {}
         self.runs: list[list[Any]] = []
@@ -238,7 +237,7 @@ class _Table:
         return self._known[key]
 
     def _text(self, text: str) -> int:
-        return self.texts.setdefault(self.sanitize(text), len(self.texts))
+        return self.texts.setdefault(sanitize(text), len(self.texts))
 
 
 def _draw_interval(standing: Standing) -> list[float] | None:
