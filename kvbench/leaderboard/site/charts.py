@@ -171,19 +171,20 @@ def _draw(
     return [
         Panel(
             family, family if count == 1 else f"{family}, {part + 1} of {count}", scale,
-            _make_curves(placed[part * len(placed) // count : (part + 1) * len(placed) // count]),
+            make_curves(dict(sorted(placed[part * len(placed) // count : (part + 1) * len(placed) // count])), HEIGHT),
             None if full is None else scale.up(full), _place(chance, scale),
         )
         for part in range(count)
     ]
 
 
-def _make_curves(placed: Sequence[tuple[str, tuple[CurvePoint, ...]]]) -> tuple[Curve, ...]:
-    placed = sorted(placed, key=lambda x: x[0])
-    heights = spread([points[-1].y for _, points in placed], LINE, TOP, TOP + HEIGHT)
+def make_curves(lines: Mapping[str, Sequence[Point]], height: float, names: Sequence[str] = ()) -> tuple[Curve, ...]:
+    """The curves of a chart of this height. names: a line's place among them, else in `lines`, decides its style."""
+    order = names or list(lines)
+    labels = spread([points[-1].y for points in lines.values()], LINE, TOP, TOP + height)
     return tuple(
-        Curve(label, i % STYLES, (i + i // STYLES) % STYLES, points, y)
-        for i, ((label, points), y) in enumerate(zip(placed, heights, strict=True))
+        Curve(name, i % STYLES, (i + i // STYLES) % STYLES, tuple(points), y)
+        for (name, points), y in zip(lines.items(), labels, strict=True) for i in (order.index(name),)
     )
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.site.charts import LEFT, LINE, RIGHT, STYLES, TOP, Curve, Point, spread
+from kvbench.leaderboard.site.charts import HEIGHT, LEFT, RIGHT, TOP, Curve, Point, make_curves
 from kvbench.leaderboard.site.pages import name_pages
 from kvbench.reproduce.findings.records import FindingResult, FindingsRecord
 from kvbench.reproduce.findings.statements import Figure, Statement, find_findings
 from kvbench.reproduce.recorded import read_findings, read_measured
 from kvbench.reproduce.shape import FindingRecord, ShapeRecord
-
-HEIGHT = 160.0
 
 
 @dataclass(frozen=True)
@@ -115,17 +113,11 @@ def draw_layers(means: Mapping[str, float | tuple[float, ...]], figure: Figure) 
     def up(number: float) -> float:
         return round(TOP + HEIGHT * (high - number) / (high - low), 1)
 
-    points = [
-        (label, tuple(Point(across(i), up(x), up(x), up(x)) for i, x in enumerate(line)))
-        for label, line in lines.items()
-    ]
-    places = spread([x[-1].y for _, x in points], LINE, TOP, TOP + HEIGHT)
+    points = {
+        label: [Point(across(i), up(x), up(x), up(x)) for i, x in enumerate(line)] for label, line in lines.items()
+    }
     return LayerChart(
-        figure.title, figure.axis,
-        tuple(
-            Curve(label, i % STYLES, i % STYLES, x, y)
-            for i, ((label, x), y) in enumerate(zip(points, places, strict=True))
-        ),
+        figure.title, figure.axis, make_curves(points, HEIGHT),
         tuple((across(x), str(x)) for x in _few(last)),
         tuple((up(x), f"{x:.2g}") for x in (low, (low + high) / 2, high)),
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from kvbench.errors import first_line
-from kvbench.leaderboard.site.charts import LEFT, LINE, RIGHT, STYLES, TOP, Curve, Point, spread
+from kvbench.leaderboard.site.charts import LEFT, RIGHT, TOP, Curve, Point, make_curves
 from kvbench.runs.spec import Record
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -110,14 +110,8 @@ def draw_trace(table: TraceTable, names: Sequence[str]) -> TraceBoard:
     for x in table.ordered():
         if x.blocks:
             policies.setdefault(x.policy, []).append(Point(across(x.blocks), up(x.block), up(x.low), up(x.high)))
-    curves = sorted(policies.items())
-    places = spread([points[-1].y for _, points in curves], LINE, TOP, TOP + HEIGHT)
     return TraceBoard(
-        table,
-        tuple(
-            Curve(name, i % STYLES, (i + i // STYLES) % STYLES, tuple(points), y)
-            for (name, points), y in zip(curves, places, strict=True) for i in (names.index(name),)
-        ),
+        table, make_curves(dict(sorted(policies.items())), HEIGHT, names),
         tuple((across(x), _shorten(x)) for x in _few(sizes)),
         tuple((up(x), f"{x:.2f}") for x in (0.0, top / 2, top)),
     )
