@@ -321,14 +321,7 @@ def predict(folder: Path, dtype: str) -> ModelSize:
     return predict_memory(str(folder), dtype)
 
 
-@functools.cache
-def _method(name: str) -> type[Method]:
-    return find_method(name)
-
-
-@functools.cache
-def _task(name: str) -> type[Task]:
-    return find_task(name)
+_method, _task = functools.cache(find_method), functools.cache(find_task)
 
 
 @functools.cache
