@@ -26,7 +26,7 @@ def explain_command(
     run: Annotated[bool, typer.Option("--run", help="Repeat the first run with each difference alone.")] = False,
     out: Out = Path("runs"),
     as_json: Json = False,
-) -> int:
+) -> None:
     """List the settings in which two runs differ.
 
     With --run it measures the effect of each one on the score.
@@ -69,7 +69,6 @@ def explain_command(
             ],
             "remainder": remainder,
         })
-    return 0
 
 
 def _measure(

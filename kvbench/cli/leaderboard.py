@@ -104,7 +104,7 @@ def build_command(
     *,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the site; an existing site is replaced.")],
     as_json: Json = False,
-) -> int:
+) -> None:
     """Build a static site of all runs in a folder."""
     from kvbench.analysis.formatting import print_table
     from kvbench.leaderboard.site.build import build_site
@@ -121,7 +121,6 @@ def build_command(
     ])
     if as_json:
         print_json({**asdict(built), "folder": str(built.folder)})
-    return 0
 
 
 def _check_paths(paths: list[Path]) -> None:

