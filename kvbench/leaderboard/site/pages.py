@@ -45,21 +45,6 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Script:
-    """The inline script of a page, and its hash for the Content-Security-Policy."""
-
-    text: Markup
-    hash: Markup
-
-    @classmethod
-    def read(cls) -> Script:
-        """Read the script next to the templates."""
-        text = (TEMPLATES / "site.js").read_text(encoding="utf-8")
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        return cls(Markup(text), Markup(f"'sha256-{digest}'"))  # noqa: S704  # our own file
-
-
-@dataclass(frozen=True)
 class Pages:
     """The templates, with the values that all pages share."""
 
@@ -78,7 +63,7 @@ def _read_templates() -> Environment:
         lstrip_blocks=True, finalize=sanitize, auto_reload=False,
     )
     templates.globals |= {
-        "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": Script.read(),
+        "version": __version__, "levels": LEVELS, "verdicts": VERDICTS, "script": _read_script(),
         "unadjusted": UNADJUSTED,
     }
     templates.filters |= {
@@ -91,6 +76,13 @@ def _read_templates() -> Environment:
         "p": format_p, "reasons": join_reasons, "weights": describe_weights,
     }
     return templates
+
+
+def _read_script() -> dict[str, Markup]:
+    """The inline script of pages, and its hash for the Content-Security-Policy."""
+    text = (TEMPLATES / "site.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return {"text": Markup(text), "hash": Markup(f"'sha256-{digest}'")}  # noqa: S704  # our own file
 
 
 def sanitize(value: Any) -> Any:
