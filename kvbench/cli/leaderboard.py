@@ -79,7 +79,7 @@ def rerun_command(
     L1 and L2 compare tokens, L3 compares the mean score on new samples. Exit code 1 if the results disagree.
     """
     from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verification.levels import RerunOptions, read_secret, read_share, rerun_levels
+    from kvbench.leaderboard.verification.levels import read_secret, read_share, rerun_levels
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
@@ -92,9 +92,8 @@ def rerun_command(
     secret = None if hidden_seed is None else read_secret(hidden_seed)
     if secret is not None and wanted < 1:
         raise UserError(f"--share {share} is too little for --hidden-seed: L3 includes L2. Leave --share out.")
-    options = RerunOptions(wanted, secrets.randbits(32) if seed is None else seed, secret)
     found = verify(path, Repository(results or [path]), own=own)
-    rerun_levels(found, options, show_progress)
+    rerun_levels(found, wanted, secrets.randbits(32) if seed is None else seed, secret, show_progress)
     return _report([(path, found.conclude())], write=write, as_json=as_json, below=(None, "L0"))
 
 

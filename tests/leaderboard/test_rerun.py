@@ -17,7 +17,7 @@ from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.verification import fresh_seed, levels
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
-from kvbench.leaderboard.verification.levels import RerunOptions, rerun_levels
+from kvbench.leaderboard.verification.levels import rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
 from kvbench.leaderboard.verification.measurements import LATER, check_measurements
 from kvbench.leaderboard.verification.outcome import RefusedError
@@ -49,7 +49,7 @@ def verify_with():
     def record(files, share=None, secret=None):
         found = verify(files, Repository())
         if share is not None:
-            rerun_levels(found, RerunOptions(share, 0, secret), show_progress)
+            rerun_levels(found, share, 0, secret, show_progress)
         return found.conclude()
 
     return record

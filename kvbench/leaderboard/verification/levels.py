@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,38 +23,31 @@ MIN_SECRET = 16
 """Minimum characters of a secret, so that it cannot be guessed."""
 
 
-@dataclass(frozen=True)
-class RerunOptions:
-    """Which reruns to make."""
-
-    share: float
-    """Share of the samples."""
-    seed: int
-    """Draws the samples."""
-    secret: str | None
-    """Determines the fresh seed of L3, which includes L2; None: no run under a fresh seed."""
-
-
 def rerun_levels(
-    found: CheckedBundle, options: RerunOptions, show_progress: Callable[[int], AbstractContextManager[Progress]]
+    found: CheckedBundle, share: float, seed: int, secret: str | None,
+    show_progress: Callable[[int], AbstractContextManager[Progress]],
 ) -> None:
-    """Rerun a bundle that was not refused, and add the checks to its findings."""
+    """Rerun a bundle that was not refused, and add the checks to its findings.
+
+    share: of the samples. seed: draws the samples. secret: determines the fresh seed of L3, which includes L2; None: no
+    run under a fresh seed.
+    """
     bundle = found.bundle
     if bundle is None or found.level is None:
         return
     check = "rerun"
     try:
         model = load_rerun_model(bundle.spec)
-        wanted = draw_samples(bundle.spec.samples, options.share, options.seed)
+        wanted = draw_samples(bundle.spec.samples, share, seed)
         with show_progress(len(wanted)) as progress:
-            found.rerun, score, checks = rerun(bundle, model, wanted, options.seed, progress)
+            found.rerun, score, checks = rerun(bundle, model, wanted, seed, progress)
         found.checks += checks
         if any(x.outcome == "refused" for x in checks):
             return
         found.score = score
         check = "hidden"
-        if options.secret is not None:
-            found.hidden, concluded = run_fresh_seed(bundle, model, options.secret, show_progress)
+        if secret is not None:
+            found.hidden, concluded = run_fresh_seed(bundle, model, secret, show_progress)
             found.checks.append(concluded)
     except UnverifiableError as error:
         found.checks.append(flag(check, f"not run: {error}"))
