@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbench.registry import list_entries
+from kvbench.registry import is_registered
 from kvbench.reproduce.claims import Claim
 from kvbench.reproduce.paper import Prediction, slug
 from kvbench.runs.options import Request
@@ -81,7 +81,7 @@ def plan_claim(
         out: folder of runs.
     """
     missing = [Missing("task", f"needs {x}") for x in (claim.cell.lacks, claim.method.lacks) if x is not None]
-    if not set(claim.method.method.split("+")) <= _methods():
+    if not is_registered("method", claim.method.method):
         missing.append(Missing("method", f"method {claim.method.method} is not in kvbench"))
     if claim.table.measure != "score":
         if model is not None or samples is not None:
@@ -176,8 +176,3 @@ def _listed(value: Any) -> list[Any]:
 
 
 _suite = functools.cache(find_suite)
-
-
-@functools.cache
-def _methods() -> set[str]:
-    return {x.name for x in list_entries("method")}
