@@ -19,8 +19,7 @@ NOTE = (
 def write_trace_page(trace: str, rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> bytes:
     """A self-contained HTML page.
 
-    rows: `policy`, `blocks`, `gigabytes`, `block`, `low`, `high`, `token`, `request`, `of_optimum`, `evictions`,
-        `rejected`. bounds: of `find_bounds`.
+    rows: of `tabulate`. bounds: of `find_bounds`.
 
     Raises:
         UserError: a package of the extra `report` is missing.
@@ -29,7 +28,7 @@ def write_trace_page(trace: str, rows: Sequence[dict[str, Any]], bounds: Sequenc
              "rejected")
     head = "".join(f'<th scope="col">{escape(x.replace("_", " "))}</th>' for x in names)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(_show(row.get(x)))}</td>" for x in names) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{escape(_show(row[x]))}</td>" for x in names) + "</tr>" for row in rows
     )
     table = (
         f'<table class="rows"><caption>Trace simulation on {escape(trace)}</caption>'
@@ -41,14 +40,14 @@ def write_trace_page(trace: str, rows: Sequence[dict[str, Any]], bounds: Sequenc
 
 def _draw(rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """A Vega-Lite chart over finite capacities, with vertical lines; None where there is no line to draw."""
-    points = [x for x in rows if isinstance(x["blocks"], int | float) and x["blocks"] > 0]
+    points = [x for x in rows if x["blocks"] is not None]
     if len({x["blocks"] for x in points}) < 2:
         return None
     color = {"field": "policy", "type": "nominal", "title": "policy", "legend": {"symbolOpacity": 1}}
     x = {"field": "blocks", "type": "quantitative", "scale": {"type": "log"}, "title": "capacity in blocks"}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json", "width": 640, "height": 380,
-        "data": {"values": [dict(p) for p in points]},
+        "data": {"values": points},
         "layer": [
             {"mark": {"type": "area", "opacity": 0.12}, "encoding": {
                 "x": x, "y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}, "color": color,
@@ -56,7 +55,7 @@ def _draw(rows: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> d
             {"mark": {"type": "line", "point": True}, "encoding": {
                 "x": x, "y": {"field": "block", "type": "quantitative", "title": "hit rate, blocks"}, "color": color,
             }},
-            {"data": {"values": [dict(b) for b in bounds]}, "encoding": {"x": x}, "layer": [
+            {"data": {"values": bounds}, "encoding": {"x": x}, "layer": [
                 {"mark": {"type": "rule", "strokeDash": [6, 4], "color": "#555"}},
                 {"mark": {"type": "text", "angle": 270, "align": "left", "dx": -370, "dy": -6}, "encoding": {
                     "text": {"field": "bound"}, "y": {"value": 0},
