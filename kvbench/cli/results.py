@@ -1,4 +1,4 @@
-"""Prints run results: the summary of one run, several runs side by side, and regressions."""
+"""Prints the summary of one run."""
 
 from __future__ import annotations
 
