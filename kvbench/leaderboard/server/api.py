@@ -14,7 +14,7 @@ from kvbench.leaderboard.server import submissions
 from kvbench.leaderboard.server.publisher import Publisher
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import ConflictError
-from kvbench.leaderboard.server.tables import Database, Event, Scope, Status, Submission, Token
+from kvbench.leaderboard.server.tables import Database, Scope, Status, Submission, Token
 from kvbench.leaderboard.server.tokens import find_token
 from kvbench.leaderboard.server.upload import receive
 from kvbench.leaderboard.server.worker import Worker
@@ -74,11 +74,6 @@ class AuditEntry(BaseModel):
     action: str
     subject: str | None
     detail: str
-
-    @classmethod
-    def of(cls, event: Event) -> AuditEntry:
-        """Build the response from the database row."""
-        return cls(**{name: getattr(event, name) for name in cls.model_fields})
 
 
 def find_services(request: Request) -> Services:
@@ -161,4 +156,5 @@ def show_audit(
     """List the audit log, newest first. Administrators only."""
     if token.scope is not Scope.ADMIN:
         raise HTTPException(403, "this requires a token of scope admin")
-    return [AuditEntry.of(x) for x in submissions.list_events(services.database, most)]
+    events = submissions.list_events(services.database, most)
+    return [AuditEntry.model_validate(x, from_attributes=True) for x in events]
