@@ -14,13 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome of one policy at one capacity. Times in seconds of the trace."""
+    """The outcome of one policy at one capacity."""
 
-    trace: str
-    policy: str
-    settings: dict[str, Any]
-    capacity: float
-    """Blocks; infinite where nothing is evicted."""
     hits: tuple[int, ...]
     """Blocks found by each request, contiguous from the start of its prompt."""
     evictions: int
@@ -194,7 +189,4 @@ def simulate(
             until = request.time + max(0, request.input_tokens - found) * seconds_per_token[0]
             until += request.output_tokens * seconds_per_token[1]
         hits.append(cache.serve(index, request, until))
-    return Simulation(
-        trace.name, policy.name, policy.settings, capacity, tuple(hits), cache.evictions, cache.rejected
-    )
-
+    return Simulation(tuple(hits), cache.evictions, cache.rejected)

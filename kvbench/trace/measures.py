@@ -163,7 +163,7 @@ def tabulate(
             ran = optimum if kind is Optimum else simulate(trace, policy, capacity, seconds_per_token)
             rates = measure(trace, ran)
             rows.append({
-                "policy": name, "settings": ran.settings, "blocks": None if math.isinf(capacity) else int(capacity),
+                "policy": name, "settings": policy.settings, "blocks": None if math.isinf(capacity) else int(capacity),
                 "gigabytes": None if math.isinf(capacity) else capacity * block_bytes / 1e9, "block": rates.block,
                 "low": rates.interval[0], "high": rates.interval[1], "token": rates.token, "request": rates.request,
                 "reused_tokens": rates.reused_tokens, "of_optimum": sum(ran.hits) / best if best else 1.0,
