@@ -186,7 +186,7 @@ def read_bailian(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None,
             yield line, TraceRequest(
                 time=line.number("timestamp"), blocks=tree.add(line.ids("hash_ids")),
                 input_tokens=line.count("input_length"), output_tokens=line.count("output_length"),
-                session=session, category=line.text("type"),
+                session=session,
             )
     return 16, _in_order(read())
 
@@ -196,7 +196,7 @@ def read_burstgpt(path: Path, data: bytes, tree: PrefixTree) -> tuple[int | None
     del tree
     return None, _in_order((line, TraceRequest(
         time=line.number("Timestamp"), blocks=(), input_tokens=line.count("Request tokens"),
-        output_tokens=line.count("Response tokens"), session=line.text("Session ID"), category=line.text("Model"),
+        output_tokens=line.count("Response tokens"), session=line.text("Session ID"),
     )) for line in _csv_lines(path, data))
 
 

@@ -33,7 +33,6 @@ class TraceRequest:
     """Blocks of the agent's fixed prefix."""
     upcoming: tuple[str, ...] | None = None
     """Agents that run next in the same workflow, in order."""
-    category: str | None = None
 
 
 @dataclass(frozen=True)

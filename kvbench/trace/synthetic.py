@@ -84,7 +84,6 @@ def _converse(
             tool_seconds=None if last else think, seconds=output * 0.02, agent=agent,
             fixed_blocks=prefix if workflow else 0,
             upcoming=tuple(agents[t % x.agents] for t in range(turn + 1, turns)) if workflow else None,
-            category="workflow" if workflow else "chat",
         ))
         tokens += output
         time += output * 0.02 + think
