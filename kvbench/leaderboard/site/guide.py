@@ -77,15 +77,10 @@ class SummaryCell:
 class SummaryRow:
     """A technique with its runs under each protocol of a model."""
 
-    key: str
     label: str
-    rows: tuple[RankedRun, ...]
+    example: RankedRun
+    """Any of the runs."""
     cells: tuple[tuple[SummaryCell, ...], ...]
-
-    @property
-    def example(self) -> RankedRun:
-        """Any of the runs."""
-        return self.rows[0]
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class FrontPage:
             for row in _list_counted(group):
                 techniques.setdefault(name_technique(row.result), []).append(row)
         rows = [
-            SummaryRow(key, self.guide.labels[key], tuple(rows), tuple(
+            SummaryRow(self.guide.labels[key], rows[0], tuple(
                 tuple(self._place(x, group) for x in group.rows if any(x is y for y in rows)) for group in groups
             ))
             for key, rows in techniques.items()
