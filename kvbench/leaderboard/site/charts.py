@@ -15,8 +15,8 @@ from kvbench.report.charts import RANDOM
 from kvbench.report.group import Axis
 from kvbench.report.suggest import name_technique
 
-LEFT, RIGHT, TOP, LABELS = 30.0, 232.0, 10.0, 246.0
-"""Edges of a panel's plot, and where its labels begin."""
+LEFT, RIGHT, TOP = 30.0, 232.0, 10.0
+"""Edges of a panel's plot."""
 HEIGHT, LINE = 160.0, 13.0
 """Height of a plot, and of a line of text."""
 TICKS = 1.0, 0.25, 0.1, 0.5, 0.05, 0.02, 0.01, 4.0, 2.0, 8.0, 16.0
