@@ -42,7 +42,7 @@ def verify_command(
     Prompts, scores and sums are recomputed. Exit code 1 if a submission is refused or cannot be verified.
     """
     from kvbench.leaderboard.submission.archive import find_bundles
-    from kvbench.leaderboard.submission.repository import Repository
+    from kvbench.leaderboard.verification.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 
     _check_paths(paths)
@@ -78,8 +78,8 @@ def rerun_command(
 
     L1 and L2 compare tokens, L3 compares the mean score on new samples. Exit code 1 if the results disagree.
     """
-    from kvbench.leaderboard.submission.repository import Repository
     from kvbench.leaderboard.verification.levels import read_secret, read_share, rerun_levels
+    from kvbench.leaderboard.verification.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
@@ -141,8 +141,8 @@ def _report(
 ) -> int:
     """Print the checks of one submission, or one row for each of several; exit code 1 if a level is in `below`."""
     from kvbench.leaderboard.submission.records import VERIFICATION
-    from kvbench.leaderboard.submission.repository import read_record
     from kvbench.leaderboard.submission.seal import seal
+    from kvbench.leaderboard.verification.repository import read_record
     from kvbench.log import say
     from kvbench.runs.files import write_record
 

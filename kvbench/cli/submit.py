@@ -53,9 +53,9 @@ def submit_command(
     from kvbench.analysis.load import find_runs
     from kvbench.leaderboard.submission.bundle import pack_run
     from kvbench.leaderboard.submission.deliver import HUB, check_url, read_token
+    from kvbench.leaderboard.submission.outcome import RefusedError
     from kvbench.leaderboard.submission.records import METHOD
-    from kvbench.leaderboard.submission.repository import Repository
-    from kvbench.leaderboard.verification.outcome import RefusedError
+    from kvbench.leaderboard.verification.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 
     token = ""

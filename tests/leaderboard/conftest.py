@@ -17,7 +17,7 @@ import pytest
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import Bundle, _list, open_bundle, pack_run
 from kvbench.leaderboard.submission.records import MANIFEST, METHOD, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs import environment
 from kvbench.runs.job import Job

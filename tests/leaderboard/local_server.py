@@ -10,7 +10,7 @@ from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import claim, conclude
 from kvbench.leaderboard.server.tables import Database
 from kvbench.leaderboard.server.tokens import create_token
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
 from .conftest import tar

@@ -16,8 +16,8 @@ from kvbench.leaderboard.submission import bundle as bundles
 from kvbench.leaderboard.submission.archive import SCORES, find_bundles, read_files, write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle, pack_run
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.verification.outcome import RefusedError
 
 from .conftest import edit, edit_spec, repack
 

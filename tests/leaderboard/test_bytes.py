@@ -9,6 +9,7 @@ import pytest
 from pydantic_core import to_jsonable_python
 
 from kvbench.budget import Budget, LayerShape, Shape
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.verification import declared
 from kvbench.leaderboard.verification.declared import (
     AnsweredTurn,
@@ -22,7 +23,6 @@ from kvbench.leaderboard.verification.declared import (
     check_reads,
     list_turns,
 )
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.channels.mustafar import Mustafar
 from kvbench.methods.eviction.snapkv import SnapKV

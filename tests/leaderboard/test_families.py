@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbench.leaderboard.submission.records import RESULT
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.runs.journal import Line
 

@@ -18,7 +18,6 @@ import pytest
 
 from kvbench.leaderboard.site.build import build_site
 from kvbench.leaderboard.site.listed import ListedRun, read_listed
-from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import (
@@ -31,9 +30,9 @@ from kvbench.leaderboard.submission.records import (
     RerunResult,
     Verification,
 )
-from kvbench.leaderboard.submission.repository import JournalFingerprint, Repository, RunIdentity
 from kvbench.leaderboard.submission.seal import CURATED, RESULTS, is_curated, seal
-from kvbench.leaderboard.verification import replay
+from kvbench.leaderboard.verification import replay, repository
+from kvbench.leaderboard.verification.repository import JournalFingerprint, Repository, RunIdentity
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import HERE
 from kvbench.runs.files import write_record

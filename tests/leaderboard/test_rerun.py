@@ -12,15 +12,15 @@ from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import write_tar
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import RESULT, RerunResult, Verification
-from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.verification import fresh_seed, levels
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
 from kvbench.leaderboard.verification.measurements import LATER, check_measurements
-from kvbench.leaderboard.verification.outcome import RefusedError
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.rerun import _check_agreement
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model, prepare_rerun
 from kvbench.leaderboard.verification.verify import verify

@@ -18,7 +18,7 @@ from kvbench.leaderboard.server.tokens import create_token, find_token, revoke_t
 from kvbench.leaderboard.submission.archive import read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
 from .conftest import edit, edit_spec, later, tar

@@ -9,10 +9,10 @@ import pytest
 
 from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.records import MANIFEST
-from kvbench.leaderboard.submission.repository import Repository
 from kvbench.leaderboard.verification import code
 from kvbench.leaderboard.verification.code import check_code
 from kvbench.leaderboard.verification.counters import list_counters
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.suite import check_suite
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.registry import HERE, find_method, find_task

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.strict_json import parse
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.runs.spec import Record
 
 

@@ -18,8 +18,8 @@ import pytest
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import DeliveryError, put_in_folder, send_to_server
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, SAMPLES, SPEC
-from kvbench.leaderboard.verification.outcome import RefusedError
 
 from .conftest import edit
 

@@ -14,12 +14,11 @@ from typing import Annotated, Literal
 import pytest
 
 from kvbench.errors import UserError
-from kvbench.leaderboard.submission import repository
 from kvbench.leaderboard.submission.bundle import open_bundle
 from kvbench.leaderboard.submission.deliver import put_in_folder
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import MANIFEST, RESULT, VERIFICATION
-from kvbench.leaderboard.submission.repository import Repository
-from kvbench.leaderboard.verification import lookup
+from kvbench.leaderboard.verification import lookup, repository
 from kvbench.leaderboard.verification.lookup import (
     UnverifiableError,
     check_card,
@@ -33,7 +32,7 @@ from kvbench.leaderboard.verification.lookup import (
     is_tuned_on_test,
 )
 from kvbench.leaderboard.verification.measurements import LATER
-from kvbench.leaderboard.verification.outcome import RefusedError
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 from kvbench.methods.merging.kvmerger import KVMerger
 from kvbench.registry import MODELS, find_method, find_task

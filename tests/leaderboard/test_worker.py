@@ -16,7 +16,7 @@ from kvbench.leaderboard.server.tables import Status
 from kvbench.leaderboard.server.verifier import verify_bundle
 from kvbench.leaderboard.server.worker import Worker
 from kvbench.leaderboard.submission.records import MANIFEST
-from kvbench.leaderboard.submission.repository import Repository
+from kvbench.leaderboard.verification.repository import Repository
 from kvbench.leaderboard.verification.verify import verify
 
 from .conftest import edit, edit_spec, later

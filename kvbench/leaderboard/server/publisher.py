@@ -14,9 +14,9 @@ from kvbench.leaderboard.server.submissions import list_submissions
 from kvbench.leaderboard.server.tables import Database, Status, Submission
 from kvbench.leaderboard.submission.archive import TRASH, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import VERIFICATION, Verification
 from kvbench.leaderboard.submission.seal import seal
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 from kvbench.runs.files import SaveError
 

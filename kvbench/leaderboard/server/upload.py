@@ -17,7 +17,7 @@ from kvbench.leaderboard.server.submissions import ConflictError, LimitError, en
 from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
 from kvbench.leaderboard.submission.archive import MAX_TAR_BYTES, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
-from kvbench.leaderboard.verification.outcome import RefusedError
+from kvbench.leaderboard.submission.outcome import RefusedError
 
 UPLOAD_S = 600
 """Seconds that one upload may take."""

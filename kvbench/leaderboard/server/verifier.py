@@ -32,7 +32,7 @@ def main() -> None:
         try:
             answer = verify_bundle(Path(bundle), Path(results))
         except Exception as error:  # noqa: BLE001  # reply with the error, then take the next request
-            from kvbench.leaderboard.verification.outcome import refuse  # its reasons are short and printable
+            from kvbench.leaderboard.submission.outcome import refuse  # its reasons are short and printable
 
             answer = json.dumps({"error": refuse("verification", f"{type(error).__name__}: {error}").reason})
         answers.write(f"{answer}\n")
@@ -41,7 +41,7 @@ def main() -> None:
 
 def verify_bundle(bundle: Path, results: Path) -> str:
     """Verify a bundle against the published results; returns verification.json as one line."""
-    from kvbench.leaderboard.submission.repository import Repository
+    from kvbench.leaderboard.verification.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
 
     return verify(bundle, Repository([results])).conclude().model_dump_json()

@@ -20,9 +20,9 @@ from kvbench.leaderboard.site.listed import Problem
 from kvbench.leaderboard.site.pages import TEMPLATES, Pages, link_code, name_pages, write_value
 from kvbench.leaderboard.site.tables import Group, RankedRun
 from kvbench.leaderboard.site.traces import Traces
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import VERIFICATION
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.method import Card
 from kvbench.runs.command import write_command
 from kvbench.runs.results import Result

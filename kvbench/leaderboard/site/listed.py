@@ -15,11 +15,11 @@ from kvbench.analysis.shares import fill_full_reads
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Head, open_head, split_journal
+from kvbench.leaderboard.submission.outcome import RefusedError, quote, refusing_errors
 from kvbench.leaderboard.submission.records import VERIFICATION, RerunResult, Verification
 from kvbench.leaderboard.submission.seal import is_believed
 from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, check_containers, parse
 from kvbench.leaderboard.verification.lookup import check_method_name
-from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.method import Card
 from kvbench.report.grid import PLACE
 from kvbench.runs.journal import Answer, Line

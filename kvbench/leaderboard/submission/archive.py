@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from kvbench.leaderboard.submission.outcome import RefusedError, quote
 from kvbench.leaderboard.submission.records import BUNDLED, MANIFEST, METHOD, RESULT, SAMPLES, SPEC, VERIFICATION
-from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import saving
 
 JOURNAL = "samples.jsonl"

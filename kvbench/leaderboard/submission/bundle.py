@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from kvbench import __version__
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.archive import JOURNAL, MAX_BYTES, check_size, read_files
+from kvbench.leaderboard.submission.outcome import RefusedError, quote
 from kvbench.leaderboard.submission.records import (
     BUNDLED,
     HANDLE_RULE,
@@ -29,7 +30,6 @@ from kvbench.leaderboard.submission.records import (
     hash_content,
 )
 from kvbench.leaderboard.submission.strict_json import MAX_NUMBER, parse
-from kvbench.leaderboard.verification.outcome import RefusedError, quote
 from kvbench.runs.files import finished_samples
 from kvbench.runs.journal import Line
 from kvbench.runs.protocol import resolve_protocol

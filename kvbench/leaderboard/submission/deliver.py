@@ -17,8 +17,8 @@ from typing import IO, Any
 from kvbench.errors import UserError, first_line
 from kvbench.leaderboard.submission.archive import read_files, write_folder, write_tar
 from kvbench.leaderboard.submission.bundle import open_head
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import Manifest
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.log import say
 
 HUB = "hf:"

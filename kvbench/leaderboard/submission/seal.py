@@ -13,8 +13,8 @@ import secrets
 from pathlib import Path
 
 from kvbench.leaderboard.submission.archive import read_regular
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import MANIFEST, VERIFICATION, Verification
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.registry import HERE
 from kvbench.runs.files import saving
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvbench.errors import first_line
-from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.leaderboard.submission.outcome import RefusedError, quote
 from kvbench.runs.schema import exceeds, upgrade
 
 T = TypeVar("T", bound=BaseModel)

@@ -13,8 +13,8 @@ from pydantic_core import to_jsonable_python
 
 from kvbench.diffusion.policy import Policy
 from kvbench.diffusion.sampling import plan_sampling
+from kvbench.leaderboard.submission.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
 from kvbench.method import Method
 from kvbench.runs.examples import Made

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from kvbench import __version__
 from kvbench.leaderboard.submission.bundle import Bundle
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.journal import list_absent
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote
 from kvbench.method import Card, Method
 from kvbench.registry import HERE
 from kvbench.runs.environment import CODE

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.leaderboard.submission.outcome import RefusedError, quote
 from kvbench.method import Method
 from kvbench.runs.journal import Effect, Line
 from kvbench.runs.provenance import find_files

@@ -12,8 +12,8 @@ from pydantic_core import to_jsonable_python
 
 from kvbench.budget import BudgetKind, Shape
 from kvbench.errors import UndeclaredError
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay, find_shapes, fit_budget
 from kvbench.method import Method
 from kvbench.runs.examples import Made

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.leaderboard.submission.bundle import Bundle
+from kvbench.leaderboard.submission.outcome import RefusedError, ok, quote, refuse
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_task
-from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote, refuse
 from kvbench.leaderboard.verification.rerun_job import prepare_rerun, rerun_samples
 from kvbench.runs.journal import Line
 from kvbench.runs.summary import score_lines

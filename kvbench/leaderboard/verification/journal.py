@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbench.leaderboard.verification.outcome import RefusedError
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.runs.journal import Line
 from kvbench.runs.spec import RunSpec
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
+from kvbench.leaderboard.submission.outcome import RefusedError, flag
 from kvbench.leaderboard.verification.fresh_seed import run_fresh_seed
 from kvbench.leaderboard.verification.lookup import UnverifiableError
-from kvbench.leaderboard.verification.outcome import RefusedError, flag
 from kvbench.leaderboard.verification.rerun import draw_samples, rerun
 from kvbench.leaderboard.verification.rerun_job import load_rerun_model
 from kvbench.leaderboard.verification.verify import CheckedBundle

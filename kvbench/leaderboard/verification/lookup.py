@@ -17,8 +17,8 @@ from kvbench.analysis.compare import is_full
 from kvbench.constraints import setting_fields, setting_types
 from kvbench.errors import UserError
 from kvbench.leaderboard.submission.bundle import Head
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.submission.records import METHOD, Check
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.registry import Kind, find_method, find_task, list_entries
 from kvbench.runs.command import write_setting

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvbench.leaderboard.verification.outcome import RefusedError, quote
+from kvbench.leaderboard.submission.outcome import RefusedError, quote
 from kvbench.leaderboard.verification.result import differences
 from kvbench.runs.journal import Line
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.engine.agreement import FIRST_PART
+from kvbench.leaderboard.submission.outcome import RefusedError, ok, quote
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.journal import ADDED
-from kvbench.leaderboard.verification.outcome import RefusedError, ok, quote
 from kvbench.leaderboard.verification.reuse import LEAST_PASS_S, list_wrong_reuse
 from kvbench.registry import list_ops
 from kvbench.runs.journal import (

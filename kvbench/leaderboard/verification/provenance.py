@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from kvbench import __version__
+from kvbench.leaderboard.submission.outcome import flag, ok, quote, refuse
 from kvbench.leaderboard.submission.records import Check, Manifest
-from kvbench.leaderboard.verification.outcome import flag, ok, quote, refuse
 from kvbench.machine import find_version
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Environment, Result

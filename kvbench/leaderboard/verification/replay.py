@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 from kvbench.budget import Budget, Shape
 from kvbench.engine.agreement import FullCache
+from kvbench.leaderboard.submission.outcome import refusing_errors
 from kvbench.leaderboard.verification.lookup import predict
-from kvbench.leaderboard.verification.outcome import refusing_errors
 from kvbench.method import BudgetKind, Card, Method
 from kvbench.runs.environment import find_versions
 from kvbench.runs.examples import Made, make_examples

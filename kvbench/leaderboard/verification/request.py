@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
+from kvbench.leaderboard.submission.outcome import RefusedError, quote, refusing_errors
 from kvbench.runs.command import write_request
 from kvbench.runs.request import ResolvedRequest, check_kernels_device, check_kernels_dtype, resolve
 from kvbench.runs.spec import DenoisingSpec, RunSpec

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from kvbench.leaderboard.submission.bundle import Bundle
+from kvbench.leaderboard.submission.outcome import RefusedError, ok, refuse
 from kvbench.leaderboard.submission.records import Check, OtherScore, RerunResult
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.measurements import check_measurements
-from kvbench.leaderboard.verification.outcome import RefusedError, ok, refuse
 from kvbench.leaderboard.verification.rerun_job import prepare_rerun, rerun_samples
 from kvbench.log import count
 from kvbench.machine import cpu_name

@@ -15,8 +15,8 @@ from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using
+from kvbench.leaderboard.submission.outcome import RefusedError, quote, refusing_errors
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method, find_known_task
-from kvbench.leaderboard.verification.outcome import RefusedError, quote, refusing_errors
 from kvbench.leaderboard.verification.result import allow_rounding, differences
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.submission.records import Check
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refusing_errors
 from kvbench.leaderboard.verification.replay import Replay
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result, Score

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kvbench.leaderboard.verification.outcome import RefusedError
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.runs.examples import Made
 from kvbench.runs.journal import CacheBytes, Effect, Line, ReuseLine, Times, TokenCounts
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from kvbench.errors import UserError
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.lookup import skeleton
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote
 from kvbench.registry import list_entries
 from kvbench.runs.spec import RunSpec
 from kvbench.sweep.suite import list_suites

@@ -11,8 +11,8 @@ from pathlib import Path
 from kvbench import __version__
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import Bundle, open_bundle
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote, refuse
 from kvbench.leaderboard.submission.records import Check, FreshSeedResult, Level, RerunResult, Verification
-from kvbench.leaderboard.submission.repository import References, Repository
 from kvbench.leaderboard.submission.seal import is_curated
 from kvbench.leaderboard.verification.answers import (
     LOGPROBS,
@@ -39,10 +39,10 @@ from kvbench.leaderboard.verification.lookup import (
     is_task_known,
     is_tuned_on_test,
 )
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, quote, refuse
 from kvbench.leaderboard.verification.plausibility import check_plausibility
 from kvbench.leaderboard.verification.provenance import check_machine
 from kvbench.leaderboard.verification.replay import MethodStub, ModelStub, Replay, remake_examples
+from kvbench.leaderboard.verification.repository import References, Repository
 from kvbench.leaderboard.verification.request import check_spec
 from kvbench.leaderboard.verification.result import check_summary
 from kvbench.leaderboard.verification.reuse import check_chunks

@@ -16,9 +16,9 @@ import pytest
 from kvbench.leaderboard.site.build import Built, build_site
 from kvbench.leaderboard.submission.archive import read_files
 from kvbench.leaderboard.submission.bundle import open_head, pack_run
+from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import VERIFICATION, Check, Level, Verification
 from kvbench.leaderboard.submission.seal import seal
-from kvbench.leaderboard.verification.outcome import RefusedError
 from kvbench.registry import list_entries
 from kvbench.runs.schema import upgrade
 from kvbench.runs.spec import RunSpec

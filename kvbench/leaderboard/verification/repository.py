@@ -13,11 +13,11 @@ from statistics import median
 from kvbench.analysis.compare import name_protocol, name_questions
 from kvbench.leaderboard.submission.archive import find_bundles, read_files, read_regular
 from kvbench.leaderboard.submission.bundle import Bundle, Head, open_bundle, open_head
+from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, refuse
 from kvbench.leaderboard.submission.records import VERIFICATION, Check, Verification
 from kvbench.leaderboard.submission.strict_json import parse
 from kvbench.leaderboard.verification.answers import LOGPROBS
 from kvbench.leaderboard.verification.lookup import find_known_task, is_known_full
-from kvbench.leaderboard.verification.outcome import RefusedError, flag, ok, refuse
 from kvbench.log import say
 from kvbench.runs.journal import Agreement, Times
 
