@@ -38,7 +38,7 @@ class TraceClaim:
         if self.value is not None:
             away = abs(found - self.value)
             return "reproduced" if away <= min(EXACT, self.within) else "close" if away <= self.within else "differs"
-        low, high = self.least or -math.inf, math.inf if self.most is None else self.most
+        low, high = -math.inf if self.least is None else self.least, math.inf if self.most is None else self.most
         return "shape holds" if low <= found <= high else "differs"
 
 

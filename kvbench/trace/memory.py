@@ -128,7 +128,7 @@ def _join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same ranges, as (start, count) in order; those without a gap between them are one."""
     joined: list[tuple[int, int]] = []
     for start, count in ranges:
-        if joined and sum(joined[-1]) == start:
+        if joined and joined[-1][0] + joined[-1][1] == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + count)
         else:
             joined.append((start, count))

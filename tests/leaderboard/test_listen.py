@@ -73,6 +73,13 @@ def test_a_file_in_place_of_a_folder_is_bad_input(kvbench, tmp_path, option):
     assert found.code == 2 and f"{option} {tmp_path / 'file'} is not a folder" in found.err
 
 
+def test_a_token_needs_no_folder_of_results(kvbench, tmp_path, monkeypatch):
+    """A file of its default name is in nobody's way."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").touch()
+    assert kvbench("leaderboard", "token", "create", "ada", "--state", tmp_path / "state").code == 0
+
+
 def test_every_address_of_a_name_is_served(monkeypatch):
     """One of a family that is switched off here is left out."""
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", FREE))

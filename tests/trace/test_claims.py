@@ -49,3 +49,9 @@ def test_a_false_claim_differs():
     """A number outside of the tolerance is not called reproduced."""
     claim = TraceClaim("x", "x", "x", "block", "infinite", "", value=0.5, within=0.05)
     assert [claim.judge(x) for x in (0.505, 0.53, 0.6)] == ["reproduced", "close", "differs"]
+
+
+def test_a_bound_of_zero_is_a_bound():
+    """A number below it differs, and one on it does not."""
+    claim = TraceClaim("x", "x", "x", "block", "infinite", "", least=0.0, most=0.5)
+    assert [claim.judge(x) for x in (-0.1, 0.0, 0.5, 0.6)] == ["differs", "shape holds", "shape holds", "differs"]
