@@ -69,9 +69,11 @@ class PagedKV(SelectiveKV):
         if self._buffer is None:
             self.capacity = self._whole(max(self.capacity, step.key.shape[2]))
         super().append(step)
+        if not self.selective:  # no page has bounds, with a budget of the whole context for good
+            return
         if self.length is not None:
             self._bound_touched(step.key.shape[2])
-        elif self.selective:
+        else:
             self._bound_full()
 
     def _whole(self, entries: int) -> int:

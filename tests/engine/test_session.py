@@ -32,6 +32,8 @@ from kvbench.methods.quantization.fp8 import Fp8
 from kvbench.methods.quantization.full_int8 import FullInt8
 from kvbench.methods.quantization.nvfp4 import Nvfp4
 from kvbench.methods.quantization.turboquant import TurboQuant
+from kvbench.methods.retrieval.mpcache import MPCache
+from kvbench.methods.retrieval.quest import Quest
 
 NO_STOP: frozenset[int] = frozenset()
 SNAPKV = SnapKV(window=4, kernel=3)
@@ -521,6 +523,20 @@ def test_a_recorded_step_that_evicts_replays(method, new_tape):
         held = [x.nbytes() for x in static.layers]
         require_equal_replays(static, eager, new_tape())
         assert [x.nbytes() for x in static.layers] == held
+
+
+@pytest.mark.parametrize("method", [Quest(page=8), MPCache(page=8)], ids=lambda x: x.card.name)
+def test_pages_without_bounds_have_static_steps(method):
+    """With a budget of the whole context no page has bounds, and a static step computes none."""
+    model = tiny_model()
+    whole = method.bind(model).fit(Budget("fraction", 1.0), model.shape(len(CONTEXT)))
+    with Session(model, whole, capacity=70) as static:
+        static.prefill(CONTEXT)
+        with static.fork() as eager:
+            wanted = [step_logits(eager, torch.tensor([[x]])) for x in FIRST]
+        static.make_static()
+        for x, logits in zip(FIRST, wanted, strict=True):
+            assert torch.allclose(step_logits(static, torch.tensor([[x]])), logits, atol=1e-5)
 
 
 def test_a_method_that_cannot_be_static_says_why():
