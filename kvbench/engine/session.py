@@ -237,7 +237,11 @@ class Session(Stores):
         self.pending = [list(ids)] * self.batch
 
     def score(self, ids: Sequence[int] | Tensor) -> Tensor:
-        """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]"""
+        """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]
+
+        Raises:
+            UserError: there are no tokens.
+        """
         return finish(self._forced(self._ids(ids), score_tokens))
 
     def force(self, ids: Sequence[int] | Tensor) -> Tensor:
@@ -245,6 +249,9 @@ class Session(Stores):
 
         The logits equal those of decode steps. `stepwise` methods may evict or quantize entries at every step, so their
         tokens are run one at a time; for all others one forward pass gives the same logits.
+
+        Raises:
+            UserError: there are no tokens.
         """
         return finish(self.force_passes(ids))
 
@@ -255,6 +262,8 @@ class Session(Stores):
     def _forced(self, tokens: Tensor, take: Callable[[Tensor, Tensor], Tensor]) -> Passes[Tensor]:
         """Force tokens in chunks, to bound the memory of logits; joins `take(chunk, logits that predict it)`."""
         assert self.logits is not None, "prefill first"
+        if tokens.shape[1] == 0:
+            raise UserError("there are no tokens to force or score. Give one or more.")
         pending = self._ids(self.pending)
         stepwise = self.method.stepwise
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)

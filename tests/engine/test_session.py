@@ -295,6 +295,18 @@ def test_an_empty_context_is_refused():
         session.prefill([])
 
 
+@pytest.mark.parametrize("call", [Session.score, Session.force], ids=["score", "force"])
+def test_no_tokens_are_refused_and_change_nothing(call):
+    """There is nothing to score, the message says so, and the history that waits to be run still does."""
+    with Session(tiny_model(), Full(), capacity=60) as session:
+        session.prefill(CONTEXT)
+        session.remember(FIRST)
+        with pytest.raises(UserError, match="no tokens"):
+            call(session, [])
+        assert session.pending == [FIRST]
+        assert session.seen == len(CONTEXT)
+
+
 def test_a_batch_that_ends_differently_has_no_history_of_its_own():
     """Where one sequence stopped and the other did not, the next question cannot follow both answers."""
     model = tiny_model()
