@@ -230,6 +230,7 @@ class Session(Stores):
     def ban_first(self, ids: Iterable[int]) -> None:
         """Forbid these tokens as the first token of the next answer."""
         assert self.logits is not None, "prefill first"
+        self.logits = self.logits.clone()  # [B, V], which forks share
         self.logits[..., list(ids)] = float("-inf")
 
     def remember(self, ids: Sequence[int]) -> None:

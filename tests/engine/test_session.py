@@ -119,6 +119,18 @@ def test_a_visible_question_is_part_of_the_context():
         assert session.ask([], 5, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST, 5)]
 
 
+def test_tokens_that_a_fork_may_not_begin_with_are_its_own():
+    """A fork's ban on first tokens changes its own answer, and not that of the session that it came from."""
+    model = tiny_model()
+    wanted = plain_answer(model, CONTEXT, 4)
+    with Session(model, Full(), capacity=90) as session:
+        session.prefill(CONTEXT)
+        with session.fork() as branch:
+            branch.ban_first(wanted[:1])
+            assert branch.answer(4, stop=NO_STOP).ids[0][0] != wanted[0]
+        assert session.answer(4, stop=NO_STOP).ids == [wanted]
+
+
 def test_history_is_run_even_without_a_question():
     """An empty question continues after the reference history, not before it."""
     model, reference = tiny_model(), ids(3, 4)
