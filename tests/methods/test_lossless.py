@@ -306,6 +306,24 @@ def test_quantspec_gives_the_answers_of_its_8_bit_cache():
             assert session.answer(ANSWER, stop=NEVER_STOP).ids == wanted
 
 
+@pytest.mark.parametrize("shape", [(4, 2, None), (4, 2, 20)], ids=["GQA", "sliding window"])
+def test_quantspec_codes_later_tokens_when_plain_decoding_does(shape):
+    """Also of an answer in which groups become codes, in whatever place of a round they are full."""
+    model = tiny_model(*shape)
+    method = find_method("quantspec")(group=8, draft_length=6).fit(None, model.shape(LENGTH))
+    with open_session(method, model, None) as session:
+        session.prefill(CONTEXT)
+        for seed in range(3):
+            with session.fork() as branch, session.fork() as steps:
+                branch.question(random_ids(5 + seed, seed), 40)
+                steps.question(random_ids(5 + seed, seed), 40)
+                plain = method.target(steps)
+                wanted = plain.greedy(40, NEVER_STOP).ids
+                assert branch.answer(40, stop=NEVER_STOP).ids == wanted
+                assert [x.target.coded for x in find_stores(branch)] == [x.coded for x in plain.layers]
+                assert torch.allclose(branch.logits, plain.logits, atol=1e-4)
+
+
 # TriForce
 
 
