@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kernels.pack.torch import look_up
 from kvbench.kernels.ragged_attention.torch import Partial, dense_partial
 
 WORD = 32
@@ -49,10 +50,10 @@ def expand(entries: SparseEntries) -> Tensor:
     A table has the places of the elements of every byte of a bitmap: three times as fast on a CPU as a masked scatter.
     """
     places, counts = _every_byte(entries.bitmap.device)
-    byte = entries.bitmap.contiguous().view(torch.uint8).flatten().int()
-    kept = counts.index_select(0, byte)
+    byte = entries.bitmap.contiguous().view(torch.uint8).flatten()
+    kept = look_up(counts, byte)
     before = kept.cumsum(0, dtype=torch.int32) - kept
-    at = (places.index_select(0, byte) + before[:, None]).clamp_min_(0)  # [bytes, 8], 0: dropped
+    at = (look_up(places, byte) + before[:, None]).clamp_min_(0)  # [bytes, 8], 0: dropped
     values = torch.cat([entries.values.new_zeros(1), entries.values.flatten()])
     return values.index_select(0, at.flatten()).view(*entries.bitmap.shape[:-1], -1)[..., : entries.width]
 
