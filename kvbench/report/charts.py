@@ -166,8 +166,9 @@ def _name(points: Sequence[Point], every: Sequence[Point], *, log: bool) -> dict
             for y in kept
         ):
             kept.append(x)
-    far = [x for x in kept if find_place(x)[0] > 0.6]
-    return {"names": [x for x in kept if x not in far], "far": far}
+    return {
+        "names": [x for x in kept if find_place(x)[0] <= 0.6], "far": [x for x in kept if find_place(x)[0] > 0.6],
+    }
 
 
 def draw_turns(entries: Sequence[GroupedRun]) -> Spec | None:

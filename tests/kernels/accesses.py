@@ -17,7 +17,7 @@ class AccessError(Exception):
 
 
 class Launch:
-    """The memory of one launch: who wrote and who read each address.
+    """The memory of one launch: which programs wrote and read each address.
 
     Programs are told apart by epochs, one per program and a further one after each of its barriers. Accesses of one
     tensor have one element size. Atomic operations are not checked; no kernel here has one.

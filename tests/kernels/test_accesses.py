@@ -48,7 +48,7 @@ def test_a_write_past_the_end(n, fault, buffer):
 
 
 @interpreted
-def test_programs_that_meet(buffer):
+def test_programs_that_access_one_element(buffer):
     """One reads what another writes, after it and before it; two write one element."""
     run(lambda: copy[(2,)](buffer[:8], buffer[4:12], 8, 4), "copy reads what another program writes")
     run(lambda: copy[(2,)](buffer[4:12], buffer[:8], 8, 4), "copy writes what another program reads")

@@ -74,7 +74,7 @@ def test_a_file_in_place_of_a_folder_is_bad_input(kvbench, tmp_path, option):
 
 
 def test_a_token_needs_no_folder_of_results(kvbench, tmp_path, monkeypatch):
-    """A file of its default name is in nobody's way."""
+    """A file called `results` in the working folder is no error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").touch()
     assert kvbench("leaderboard", "token", "create", "ada", "--state", tmp_path / "state").code == 0
