@@ -47,7 +47,7 @@ def compress(x: Tensor, kept: int) -> SparseEntries:
 def expand(entries: SparseEntries) -> Tensor:
     """The vectors, with zeros for the elements that were dropped. [..., n, D]
 
-    A table has the places of the elements of every byte of a bitmap: three times as fast on a CPU as a masked scatter.
+    A table has the places of the elements of every byte of a bitmap, which is faster on a CPU than a masked scatter.
     """
     places, counts = _every_byte(entries.bitmap.device)
     byte = entries.bitmap.contiguous().view(torch.uint8).flatten()
