@@ -97,7 +97,7 @@ class Session(Stores):
         visible: a question to run with the context, so that the method sees it when it compresses.
 
         Raises:
-            UserError: there are no tokens.
+            UserError: there are no tokens, more than the model has positions, or an id outside its vocabulary.
         """
         if self.seen:
             raise RuntimeError("this session already holds a context: open another session, or fork this one")
@@ -106,6 +106,8 @@ class Session(Stores):
             ids = torch.cat([ids, self._ids(visible)], dim=1)
         if ids.shape[1] == 0:
             raise UserError("the context is empty: there is nothing to prefill.")
+        if self.reuse is None:  # else chunks may share positions, and the method says how many there are
+            self._check_positions(ids.shape[1])
         self.batch = ids.shape[0]
         self.shape = self.model.shape(ids.shape[1])
         chunks = ids.split(self.chunk or ids.shape[1], dim=1)
@@ -149,6 +151,10 @@ class Session(Stores):
         With a reference `history`, the answer is generated on a fork, and later questions see the history instead.
         Without, later questions see the generated answer: its entries stay, and its last token, which has not been
         run, is run before the next question unless it is a stop token.
+
+        Raises:
+            UserError: the conversation can have more tokens than the model has positions, the question has an id
+                outside its vocabulary, or sequences of one batch end differently without `history`.
         """
         self.question(query, max_new_tokens)
         return self.answer(max_new_tokens, history=history, stop=stop)
@@ -160,9 +166,10 @@ class Session(Stores):
     def question_passes(self, query: Sequence[int] | Tensor, max_new_tokens: int) -> Passes[None]:
         """The passes of `question`."""
         asked = self._ids(query)
+        ids = torch.cat([self._ids(self.pending), asked], dim=1)
+        self._check_positions(ids.shape[1] + max_new_tokens - 1)  # the last token of an answer is not run
         if asked.shape[1]:
             self.method.begin_question(self, asked)
-        ids = torch.cat([self._ids(self.pending), asked], dim=1)
         if ids.shape[1] and self.recompress:
             self.method.require_recompressible()
         self.reserve(ids.shape[1] + max_new_tokens, max(1, ids.shape[1]))
@@ -241,7 +248,7 @@ class Session(Stores):
         """Log-probabilities of these tokens as the continuation; they are appended, as by `force`. [B, T]
 
         Raises:
-            UserError: there are no tokens.
+            UserError: see `force`.
         """
         return finish(self._forced(self._ids(ids), score_tokens))
 
@@ -252,7 +259,7 @@ class Session(Stores):
         tokens are run one at a time; for all others one forward pass gives the same logits.
 
         Raises:
-            UserError: there are no tokens.
+            UserError: there are no tokens, more than the model has positions for, or an id outside its vocabulary.
         """
         return finish(self.force_passes(ids))
 
@@ -268,6 +275,7 @@ class Session(Stores):
         pending = self._ids(self.pending)
         stepwise = self.method.stepwise
         size = 1 if stepwise else min(self.chunk or SCORE_CHUNK, SCORE_CHUNK)
+        self._check_positions(pending.shape[1] + tokens.shape[1])
         self.reserve(pending.shape[1] + tokens.shape[1], max(pending.shape[1], size))
         if pending.shape[1]:
             chunks = pending.split(self.chunk or SCORE_CHUNK, dim=1)
@@ -319,10 +327,28 @@ class Session(Stores):
         self.ledger.credit(branch.ledger)
 
     def _ids(self, ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
-        x = torch.as_tensor(ids, dtype=torch.long, device=self.model.device)
+        x = torch.as_tensor(ids, dtype=torch.long)
+        refuse_unknown(x, self.model)
+        x = x.to(self.model.device)
         return x.expand(self.batch, -1) if x.dim() == 1 else x
+
+    def _check_positions(self, tokens: int) -> None:
+        """Refuse more tokens than the model has positions for, at which it would answer badly."""
+        needed = self.seen - self.behind + tokens
+        if needed > self.model.max_length:
+            raise UserError(
+                f"the conversation needs {needed} positions, and model {self.model.id} has {self.model.max_length}. "
+                "Use a shorter context, shorter questions or a smaller max_new_tokens."
+            )
 
 
 def score_tokens(tokens: Tensor, logits: Tensor) -> Tensor:
     """Log-probabilities of tokens. tokens: [B, T]. logits: [B, T, V]. Returns [B, T]."""
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def refuse_unknown(ids: Tensor, model: Model) -> None:
+    """Refuse token ids that are not of the model (`UserError`): a GPU would end the process at them."""
+    unknown = ids[(ids < 0) | (ids >= model.vocabulary)]
+    if unknown.numel():
+        raise UserError(f"model {model.id} has the token ids 0 to {model.vocabulary - 1}, and not {int(unknown[0])}.")

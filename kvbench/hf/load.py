@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -123,6 +123,11 @@ class Model:
         """Channels of the hidden states."""
         width: int = self.module.config.get_text_config().hidden_size
         return width
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model can read, which may exceed the tokenizer's."""
+        return len(cast("nn.Embedding", self.module.get_input_embeddings()).weight)
 
     @property
     def params(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -317,6 +317,36 @@ def test_no_tokens_are_refused_and_change_nothing(call):
             call(session, [])
         assert session.pending == [FIRST]
         assert session.seen == len(CONTEXT)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused():
+    """At all four calls that run tokens, and only beyond the last position; a rotary embedding would answer badly."""
+    model = replace(tiny_model(), max_length=len(CONTEXT) + 10)
+    with Session(model, Full()) as session:
+        with pytest.raises(UserError, match=r"needs 51 positions, and model .* has 50"):
+            session.prefill(CONTEXT, visible=ids(11))
+        session.prefill(CONTEXT)
+        for call in (Session.score, Session.force):
+            with pytest.raises(UserError, match="needs 51 positions"):
+                call(session, ids(11))
+        with pytest.raises(UserError, match="needs 51 positions"):
+            session.ask(ids(5), 7)
+        assert len(session.ask(ids(5), 6, stop=frozenset()).ids[0]) == 6
+        assert session.seen == model.max_length
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_outside_of_the_vocabulary_are_refused(wrong):
+    """In a context, a question and an answer; on a GPU the lookup of one ends the process."""
+    with Session(tiny_model(), Full(), capacity=60) as session:
+        with pytest.raises(UserError, match=rf"token ids 0 to \d+, and not {wrong}"):
+            session.prefill([1, wrong])
+        session.prefill(CONTEXT)
+        for call in (Session.score, Session.force):
+            with pytest.raises(UserError, match="token ids"):
+                call(session, [wrong])
+        with pytest.raises(UserError, match="token ids"):
+            session.ask([wrong], 2)
 
 
 def test_a_batch_that_ends_differently_has_no_history_of_its_own():

@@ -149,7 +149,8 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     mode, spread = fake_model(*request.param)
     for module in ("dense", "layer"):
         monkeypatch.setattr(f"kvbench.store.{module}.storage_bytes", lambda _: 0)  # fake tensors have no addresses
-    monkeypatch.setattr("kvbench.selection.refuse_nan", lambda *_: None)  # and no values
+    for check in ("kvbench.selection.refuse_nan", "kvbench.engine.session.refuse_unknown"):
+        monkeypatch.setattr(check, lambda *_: None)  # and no values
     with mode:
         yield spread, FAKES[request.param[1]]
 
