@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.task import Example, Mode, Split, Task, count_prompt
-from kvbench.tasks.records import Columns, Record, Source, check_columns, first_line, open_copy, open_hub
+from kvbench.tasks.records import Columns, Record, Source, check_columns, open_copy, open_hub
 from kvbench.text.template import Frame
 from kvbench.text.tokens import cut_middle
 

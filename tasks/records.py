@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvbench.errors import UserError
+from kvbench.errors import UserError, first_line
 from kvbench.machine import load_extra
 
 Record = Mapping[str, Any]
@@ -203,8 +203,3 @@ def check_columns(record: object, columns: Columns, where: str, hint: str) -> No
     for name, kind in columns.items():
         if not isinstance(record[name], kind) or (isinstance(record[name], bool) and bool not in kinds[name]):
             raise UserError(f"{where}: column {name} is {type(record[name]).__name__}, not {wanted[name]}. {hint}")
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

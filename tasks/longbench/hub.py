@@ -11,8 +11,8 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from kvbench.errors import UserError
-from kvbench.tasks.records import JsonLines, Source, first_line, open_copy
+from kvbench.errors import UserError, first_line
+from kvbench.tasks.records import JsonLines, Source, open_copy
 
 
 @functools.cache

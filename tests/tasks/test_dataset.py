@@ -224,7 +224,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, chars, name, content, s
     """Broken, empty or of another kind: one line, whatever it holds."""
     path = tmp_path / name
     path.write_bytes(content)
-    assert said in refusal(Books(data=str(path)), chars)
+    found = refusal(Books(data=str(path)), chars)
+    assert said in found
+    assert ".. " not in found
 
 
 def test_a_missing_path_is_refused(tmp_path, chars):
