@@ -45,7 +45,7 @@ def labeling(name: str) -> Iterator[None]:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Print one line to the log unless this process has: the cells of a sweep would repeat it."""
+    """Print one line to the log unless this process has: samples and cells of a sweep would repeat it."""
     say(message)
 
 

@@ -7,7 +7,6 @@ that is replaced atomically and holds a hash of its content, so that a damaged f
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kvbench.log import say
+from kvbench.log import say, say_once
 from kvbench.store.entries import storage_bytes
 from kvbench.store.sealed import UnsealedError, read_sealed, write_sealed
 
@@ -128,7 +127,7 @@ class ChunkStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, _describe(owner, name), _flatten(chunk))
         except (OSError, SafetensorError) as error:
-            _say_once(
+            say_once(
                 f"chunks could not be written to {self.folder}: {error}. Later samples and runs compute them again."
             )
             self.refused += 1
@@ -148,12 +147,6 @@ class ChunkStore:
         self._held[owner.sha, name] = chunk
         self.loaded += 1
         return chunk
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """Print a line that every sample of a run would repeat."""
-    say(text)
 
 
 def _describe(owner: Owner, name: str) -> str:
