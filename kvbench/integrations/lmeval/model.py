@@ -6,7 +6,6 @@ compresses the context first, and then generates or scores the continuation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from kvbench.integrations.lmeval.tally import Tally
 from kvbench.log import say
 from kvbench.method import Method, Moment
 from kvbench.registry import find_method
+from kvbench.runs.command import write_setting
 from kvbench.runs.request import check_model
 from kvbench.settings import configure, jsonable_settings
 from kvbench.text.template import Frame, refuse_ending
@@ -73,7 +73,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for key, value in (("chunk", chunk), ("max_length", max_length)):
             if value is not None and not (isinstance(value, int) and value > 0):
                 raise UserError(f"{key}={value} must be a whole number of tokens, 1 or more.")
-        settings = {key.removeprefix(SETTING): _text(value) for key, value in others.items()}
+        settings = {key.removeprefix(SETTING): write_setting(value) for key, value in others.items()}
         made = configure(find_method(method), settings, "set", method)
         if made.card.models != "autoregressive":
             raise UserError(f"{made.card.name} needs a diffusion model, which lm_eval cannot score.")
@@ -285,8 +285,3 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _note(self, session: Session, tally: Tally) -> None:
         tally.requests += 1
         tally.acted += session.effect().acted
-
-
-def _text(value: object) -> str:
-    """A value as typed; lm_eval has parsed numbers and lists."""
-    return value if isinstance(value, str) else json.dumps(value)
