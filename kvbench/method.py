@@ -242,7 +242,7 @@ class Method:
             return self
         if self.budget_kind is BudgetKind.BITS:
             reached = self.declared_bytes(shape) / shape.full_bytes
-            if budget is not None and abs(budget.value - reached) > BUDGET_TOLERANCE:
+            if budget is not None and (budget.kind != "fraction" or abs(budget.value - reached) > BUDGET_TOLERANCE):
                 raise UserError(
                     f"{card.name} cannot reach a budget of {budget}: its settings amount to {reached:.1%} of the full "
                     "cache. Leave --budget out, or change its settings with --set."

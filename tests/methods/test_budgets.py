@@ -13,6 +13,7 @@ from kvbench.errors import MOST, UserError
 from kvbench.method import Budget, LayerShape, Shape
 from kvbench.methods.allocation.prefixkv import PrefixKV
 from kvbench.methods.baseline.full import Full
+from kvbench.methods.channels.mustafar import Mustafar
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
@@ -107,6 +108,14 @@ def test_what_always_stays_leaves_room_for_a_choice(method, least):
     assert method.fit(Budget("rows", least), shape_of(100)).rows == least
     with pytest.raises(UserError, match=f"needs at least {least} with its settings"):
         method.fit(Budget("rows", least - 1), shape_of(100))
+
+
+def test_one_token_is_not_the_whole_cache():
+    """Settings that decide the bits accept the share that they reach, and no number of tokens that looks like it."""
+    method, short = Mustafar(), shape_of(31)
+    assert method.fit(Budget("fraction", 1.0), short) == method
+    with pytest.raises(UserError, match=r"cannot reach a budget of 1: its settings amount to 100\.0%"):
+        method.fit(Budget("rows", 1), short)
 
 
 @given(length=st.integers(1, 3000), window=st.integers(1, 400), rows=st.integers(1, 4000))
