@@ -53,7 +53,7 @@ class ChosenKV(SelectiveKV):
             return
         entries = torch.cat([self.keys, self.values], dim=3)
         self.tier, self.apart = (HostEntries if tier == "host" else FileEntries)(entries), self.n
-        self._replace({name: x[:, :, :0] for name, x in self._held().items()}, max(0, self.capacity - self.seen))
+        self._replace({name: x[:, :, :0] for name, x in self._held().items()}, self.remaining)
 
     @property
     def total(self) -> int:

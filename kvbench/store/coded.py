@@ -92,7 +92,7 @@ class CodedKV(LayerKV):
         if self.plain:
             exact["key"] = self._turn_keys(exact["key"], self.seen - self.n + first, inverse=True)
         self.key_coder, self.value_coder = (x.fit(exact[name]) for name, x in self._coders.items())
-        later = max(0, self.capacity - self.seen)
+        later = self.remaining
         if self.residual:
             assert not self.plain, "recent keys are exact as they are rotated"
             whole = self.n - first - self._waiting(self.n - first)

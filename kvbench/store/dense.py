@@ -46,6 +46,11 @@ class DenseKV:
     _block: Buffer | None = field(default=None, init=False)
     _window: int | None = field(default=None, init=False)
 
+    @property
+    def remaining(self) -> int:
+        """Tokens of the conversation that may still come."""
+        return max(0, self.capacity - self.seen)
+
     # Entries as tensors
 
     @property

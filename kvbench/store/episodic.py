@@ -40,7 +40,7 @@ class EpisodicKV(LayerKV):
         held = seen if window is None else min(seen, window)
         self.dropped += first["key"].shape[:2].numel() * (held - first["key"].shape[2])
         empty = {name: x[:, :, :0].to(device) for name, x in first.items() if name != "position" or self.track}
-        self._replace(empty, max(0, self.capacity - self.seen))
+        self._replace(empty, self.remaining)
 
     def load(self, chosen: Sequence[int], device: torch.device) -> None:
         """Put the episode that each sequence has chosen in the place of the one before."""

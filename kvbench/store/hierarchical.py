@@ -68,7 +68,7 @@ class HierarchicalKV(LayerKV):
         held = self._held()
         tokens, groups = self._encode(held["key"][:, :, :count], held["value"][:, :, :count])
         if self.tokens is None or self.groups is None:
-            room = self.n + max(0, self.capacity - self.seen)
+            room = self.n + self.remaining
             self.tokens = AppendedBlock(tokens, room)
             self.groups = AppendedBlock(groups, room // self.group)
             self.slack = 2 * self.group

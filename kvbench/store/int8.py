@@ -29,7 +29,7 @@ class Int8KV(LayerKV):
     def quantize(self) -> None:
         """Replace the exact entries by their codes and free them."""
         exact = self._held()
-        self._replace(quantize_rows(exact["key"], exact["value"]), self.n + max(0, self.capacity - self.seen))
+        self._replace(quantize_rows(exact["key"], exact["value"]), self.n + self.remaining)
         self.quantized = True
 
     def _entries(self, step: Step) -> dict[str, Tensor]:

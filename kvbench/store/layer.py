@@ -95,7 +95,7 @@ class LayerKV(DenseKV):
         self.refuse_frozen()
         kept = {name: gather_many(x, indices) for name, x in self._held_with_holes().items()}
         self._count_dropped(self.n - indices.shape[2], indices)
-        self._replace(kept, indices.shape[2] + (self.slack if self.bounded else max(0, self.capacity - self.seen)))
+        self._replace(kept, indices.shape[2] + (self.slack if self.bounded else self.remaining))
 
     def keep_where(self, mask: Tensor) -> None:
         """Keep entries by head, unequal numbers allowed, flat and never written again. mask: [B, H_kv, n] bool"""
@@ -130,13 +130,13 @@ class LayerKV(DenseKV):
         if position is not None:
             self.track = True
             empty["position"] = position.new_empty((*counts.shape, 0))
-        self._replace(empty, max(0, self.capacity - self.seen))
+        self._replace(empty, self.remaining)
 
     def keep_last(self, entries: int) -> None:
         """Keep the last entries of every head: what a sliding window leaves of any cache, so no eviction."""
         if self.frozen is None and self._buffer is not None and self.n > entries:
             held = {name: x[:, :, self.n - entries :] for name, x in self._held().items()}
-            self._replace(held, entries + max(0, self.capacity - self.seen))
+            self._replace(held, entries + self.remaining)
 
     def drop(self, indices: Tensor) -> None:
         """Evict entries in place, filling their slots with the last entries: no copy of the rest.

@@ -134,7 +134,7 @@ class LowRankKV(SelectiveKV):
         after = torch.arange(inside, self.n, device=exact.device).expand(batch, heads, -1)
         index = torch.cat([stay, after], dim=-1)
         kept = {name: gather(x, index) for name, x in self._held().items()}
-        self._replace(kept, index.shape[2] + max(0, self.capacity - self.seen))
+        self._replace(kept, index.shape[2] + self.remaining)
         self.selective = True
 
     @property

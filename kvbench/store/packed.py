@@ -191,7 +191,7 @@ class PackedKV(LayerKV):
     def pack(self) -> None:
         """End the context: the stored entries become codes, but for the residual."""
         assert self.packing is not None and self._buffer is not None and self.frozen is None
-        self.packed = PackedBlock(self._held(), self.packing, self.n + max(0, self.capacity - self.seen))
+        self.packed = PackedBlock(self._held(), self.packing, self.n + self.remaining)
         self._buffer.leave(self)
         self._block = None
         self.column_sums = False

@@ -68,10 +68,9 @@ class SparseKV(LayerKV):
         tensors = {f"{name}_{part}": getattr(x, part) for name, x in parts.items() for part in ("bitmap", "values")}
         rest = {name: x[:, :, count:].clone() for name, x in held.items()}
         if self.sparse is None:
-            later = max(0, self.capacity - self.seen)
-            self.sparse = AppendedBlock(tensors, count + later)
+            self.sparse = AppendedBlock(tensors, count + self.remaining)
             self.bounded = True  # entries move within the dense block from now on, so forks copy it
-            self._replace(rest, self.n - count + min(later, max(1, self.recent)))
+            self._replace(rest, self.n - count + min(self.remaining, max(1, self.recent)))
             return
         self.sparse.append(tensors)
         self._buffer.write(0, rest)

@@ -62,7 +62,7 @@ class StreamKV(LayerKV):
         if self.track:
             positions = torch.arange(self.seen - self.stored, self.seen, device=decoded["key"].device)
             decoded["position"] = positions.to(torch.int32).expand(*decoded["key"].shape[:2], -1)
-        self._replace(decoded, self.stored + max(self._reserved, self.capacity - self.seen))
+        self._replace(decoded, self.stored + max(self._reserved, self.remaining))
         self.stream = None
 
     def append(self, step: Step) -> None:

@@ -105,7 +105,7 @@ class TieredKV(LayerKV):
         others = rest.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
         self.state["balancer"] = balancer
         self._widths = held["key"].shape[3], held["value"].shape[3]
-        later = max(0, self.capacity - self.seen) - max(0, entries - indices.shape[2])
+        later = self.remaining - max(0, entries - indices.shape[2])
         self.demoted = AppendedBlock(self._coded({name: gather(x, others) for name, x in held.items()}), count + later)
         kept = {name: gather(x, indices) for name, x in held.items()}
         if self.high is not None:

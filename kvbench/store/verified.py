@@ -33,8 +33,7 @@ class HostKV(LayerKV):
         held = self._held()
         self.device = held["key"].device
         if self.device.type != "cpu":
-            room = max(0, self.capacity - self.seen)
-            self._replace({name: x.cpu() for name, x in held.items()}, self.n + room)
+            self._replace({name: x.cpu() for name, x in held.items()}, self.n + self.remaining)
 
     def _view(self, name: str) -> Tensor:
         entries = super()._view(name)

@@ -52,7 +52,7 @@ class ThinKV(LayerKV):
         self.freeze(key.flatten(0, 2), held["value"][:, :, :thin].flatten(0, 2).clone(), counts, position=position)
         self.dropped = dropped  # every entry is still stored
         self.state["channels"] = channels
-        self._replace(rest, self.recent + max(0, self.capacity - self.seen))
+        self._replace(rest, self.recent + self.remaining)
 
     def frozen_query(self, step: Step) -> Tensor:
         """The channels of the queries that the thin keys have. [B, H_q, T, C]"""

@@ -64,7 +64,7 @@ class CrossLayerKV(LayerKV):
     ) -> None:
         """Replace the exact entries by factors. counts: whether the factors count as stored in this layer."""
         self.factors, self.bases, self.offsets, self.counts = factors, bases, offsets, counts
-        self._replace({name: x[:, :, :0] for name, x in self._held().items()}, max(0, self.capacity - self.seen))
+        self._replace({name: x[:, :, :0] for name, x in self._held().items()}, self.remaining)
 
     def restore(self, low: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some entries of the context. [B, H_kv, stop - low, D] float32 each"""
