@@ -159,13 +159,18 @@ class DenseKV:
 
     def _replace(self, entries: dict[str, Tensor], capacity: int) -> None:
         """Hold these entries and no others, in a block of their own."""
-        if self._block is not None:
-            self._block.leave(self)
+        self._free_block()
         count = next(iter(entries.values())).shape[2]
         self._block = Buffer(entries, max(count, capacity))
         self._block.write(0, entries)
         self._block.join(self)
         self.n = count
+
+    def _free_block(self) -> None:
+        """Hold no dense entry; what forks appended to a shared block may be overwritten."""
+        if self._block is not None:
+            self._block.leave(self)
+        self._block = None
 
     def _refuse_overflow(self, count: int) -> None:
         assert self._buffer is not None

@@ -197,9 +197,8 @@ class LayerKV(DenseKV):
 
     def close(self) -> None:
         """Free the entries; those that a fork appended to a shared block may be overwritten."""
-        if self._block is not None:
-            self._block.leave(self)
-        self._block = self.frozen = self.recent_queries = None
+        self._free_block()
+        self.frozen = self.recent_queries = None
         self.state = {}
         for name, block in self._list_blocks():
             block.close()

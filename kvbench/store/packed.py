@@ -190,10 +190,9 @@ class PackedKV(LayerKV):
 
     def pack(self) -> None:
         """End the context: the stored entries become codes, but for the residual."""
-        assert self.packing is not None and self._buffer is not None and self.frozen is None
+        assert self.packing is not None and self.frozen is None
         self.packed = PackedBlock(self._held(), self.packing, self.n + self.remaining)
-        self._buffer.leave(self)
-        self._block = None
+        self._free_block()
         self.column_sums = False
 
     def flush(self) -> None:

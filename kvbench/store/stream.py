@@ -42,10 +42,8 @@ class StreamKV(LayerKV):
 
     def store(self, stream: Stream) -> None:
         """Hold this stream in place of the entries."""
-        assert self._buffer is not None
         self.stream, self.stored, self._heads = stream, self.n, self.keys.shape[:2].numel()
-        self._buffer.leave(self)
-        self._block = None
+        self._free_block()
 
     def reserve(self, tokens: int, forward: int) -> None:
         """Make room for `tokens` more tokens; while there is a stream, when it is decoded."""
