@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +93,11 @@ class Step:
 
     shared: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that earlier layers of this pass left for later ones, where the method does (`Method.shares_layers`)."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Scale, tokens so far, window and soft cap, as operations of partial attention take them."""
+        return {"scale": self.scale, "seen": self.seen, "window": self.window, "softcap": self.softcap}
 
     def cap(self, logits: Tensor) -> Tensor:
         """Scaled logits under the layer's soft cap, if it has one."""

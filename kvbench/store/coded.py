@@ -182,9 +182,7 @@ class CodedKV(LayerKV):
             return super().attend(step)
         keys, values = self._coders.values()
         query = keys.turn(step.query.float()).to(step.query.dtype)
-        options: dict[str, Any] = {
-            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
-        }
+        options = step.options
         if self.recent:
             parts = self._first(query, options) + self._earlier(query, self.n, options)
             parts = [Partial(values.back(x.output), x.lse) for x in parts]

@@ -194,7 +194,4 @@ def lower_half(x: Tensor, upper: Codes) -> Tensor:
 
 def attend_to(step: Step, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of the last T entries over these. [B, H_q, T, D_v]"""
-    return dense_attention(
-        step.query, keys, values, scale=step.scale, seen=step.seen, window=step.window, softcap=step.softcap,
-        positions=None, sinks=step.sinks, causal=step.causal, length=None,
-    )
+    return dense_attention(step.query, keys, values, sinks=step.sinks, causal=step.causal, **step.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class LayerKV(DenseKV):
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
         seen = step.seen if self.length is None else step.positions[0, -1] + 1  # a captured step has no host numbers
-        options: dict[str, Any] = {"scale": step.scale, "seen": seen, "window": step.window, "softcap": step.softcap}
+        options = {**step.options, "seen": seen}
         if self.frozen is None:
             return dense_attention(
                 step.query, self.keys, self.values, **options, positions=self._where(), sinks=step.sinks,

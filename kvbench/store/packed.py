@@ -233,10 +233,7 @@ class PackedKV(LayerKV):
         """Attention output of the last T entries over every entry held. [B, H_q, T, D_v]"""
         if self.packed is None:
             return super().attend(step)
-        parts = self.packed.parts(
-            step.query, seen=step.seen, positions=self._where(), scale=step.scale, window=step.window,
-            softcap=step.softcap,
-        )
+        parts = self.packed.parts(step.query, positions=self._where(), **step.options)
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def entries_kept(self) -> list[int]:

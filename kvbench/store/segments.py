@@ -126,11 +126,8 @@ class SegmentedKV(LayerKV):
 
     def attend_with_lse(self, step: Step) -> tuple[Tensor, Tensor]:
         """Attention over all segments and the tail, and the log of its normalizer. [B, H_q, T, D_v], [B, H_q, T]"""
-        options: dict[str, Any] = {
-            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
-        }
-        parts = [part for segment in self.segments for part in segment.partials(step.query, options)]
-        parts.append(dense_partial(step.query, self.keys, self.values, positions=self._where(), **options))
+        parts = [part for segment in self.segments for part in segment.partials(step.query, step.options)]
+        parts.append(dense_partial(step.query, self.keys, self.values, positions=self._where(), **step.options))
         return merge_partials(parts, step.sinks).to(step.query.dtype), joint_lse(parts, step.sinks)
 
     def close(self) -> None:

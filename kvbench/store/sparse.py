@@ -96,10 +96,8 @@ class SparseKV(LayerKV):
         keys, values = (self._entries_of(x, width) for x, width in zip(("key", "value"), self._widths, strict=True))
         start = step.seen - self.n - self.sparse.n
         parts = [
-            bitmap_partial(step.query, keys, values, scale=step.scale, seen=step.seen, window=step.window, start=start,
-                           softcap=step.softcap),
-            dense_partial(step.query, self.keys, self.values, scale=step.scale, seen=step.seen, window=step.window,
-                          positions=None, softcap=step.softcap),
+            bitmap_partial(step.query, keys, values, start=start, **step.options),
+            dense_partial(step.query, self.keys, self.values, **step.options),
         ]
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 

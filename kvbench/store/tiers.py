@@ -150,9 +150,7 @@ class TieredKV(LayerKV):
         """Attention over both tiers; those of the high one accumulate the mass that they receive. [B, H_q, T, D_v]"""
         if self.demoted is None:
             return super().attend(step)
-        options: dict[str, Any] = {
-            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
-        }
+        options = step.options
         group = step.query.shape[1] // step.key.shape[1]
         # Not rounded to the model's type: that would shift the low tier against the exact one, by whole logits where
         # a channel has a large mean.

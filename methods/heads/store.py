@@ -82,10 +82,7 @@ class StreamingKV(LayerKV):
         """Attention output of the last T tokens over the stored entries and the mean. [B, H_q, T, D_v]"""
         if not self.merged:
             return super().attend(step)
-        stored = dense_partial(
-            step.query, self.keys, self.values, scale=step.scale, seen=step.seen, window=step.window,
-            positions=self._where(), softcap=step.softcap,
-        )
+        stored = dense_partial(step.query, self.keys, self.values, positions=self._where(), **step.options)
         return merge_partials([stored, self._compensation(step)], step.sinks).to(step.query.dtype)
 
     def _compensation(self, step: Step) -> Partial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -79,15 +79,12 @@ class CrossLayerKV(LayerKV):
         """Attention over the context, restored block by block, and later entries. [B, H_q, T, D_v]"""
         if not self.factors:
             return super().attend(step)
-        options: dict[str, Any] = {
-            "scale": step.scale, "seen": step.seen, "window": step.window, "softcap": step.softcap
-        }
         size = block_entries(self.bases[0], self.bases[0].shape[3])
         parts = [
-            attend_block(step.query, *self.restore(low, min(low + size, self.apart)), low, options)
+            attend_block(step.query, *self.restore(low, min(low + size, self.apart)), low, step.options)
             for low in range(0, self.apart, size)
         ]
-        parts.append(dense_partial(step.query, self.keys, self.values, positions=None, **options))
+        parts.append(dense_partial(step.query, self.keys, self.values, **step.options))
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def tensors(self) -> list[Tensor]:
