@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.lowrank_keys import factor_keys, restore_keys
-from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials, ragged_partial
+from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
+from kvbench.store.coded import attend_block
 from kvbench.store.entries import gather, storage_bytes
 from kvbench.store.facts import Fact
 from kvbench.store.host import HostEntries, host_fact
@@ -112,7 +113,7 @@ class LowRankKV(SelectiveKV):
         landmarks: [B, H_kv, c, D], of the first c chunks of the context; later entries stay exact.
         exact: [B, H_kv, o], ascending: chunks that stay exact as well.
         """
-        assert self.seen == self.n, "positions are the order of entries"
+        assert self.seen == self.n and self._window is None, "positions are the order of entries"
         batch, heads, count, _ = landmarks.shape
         size, slots = plan.size, plan.slots
         inside = count * size
@@ -150,22 +151,17 @@ class LowRankKV(SelectiveKV):
         """
         parts = [self._attend_slots(step, t, chosen[:, :, t]) for t in range(chosen.shape[2])]
         apart = Partial(torch.cat([x.output for x in parts], dim=2), torch.cat([x.lse for x in parts], dim=2))
-        dense = dense_partial(
-            step.query, self.keys, self.values, scale=step.scale, seen=step.seen, softcap=step.softcap
-        )
+        dense = dense_partial(step.query, self.keys, self.values, **step.options)
         return merge_partials([apart, dense], step.sinks).to(step.query.dtype)
 
     def _attend_slots(self, step: Step, t: int, chosen: Tensor) -> Partial:
         assert self._slots is not None
         self._bring_back(step.rope, chosen, step.query.shape[2] - 1 - t)
-        width, value_width = self.keys.shape[3], self.values.shape[3]
-        entries = self._slots.key[0, 0].numel() // width
-        heads = len(self._slots.chunk.flatten(0, 1))
-        return ragged_partial(
-            step.query[:, :, t : t + 1], self._slots.key.view(-1, width), self._slots.value.view(-1, value_width),
-            torch.arange(heads + 1, device=chosen.device, dtype=torch.int32) * entries, [entries] * heads,
-            scale=step.scale, seen=step.seen, softcap=step.softcap,
+        keys, values = (
+            x.view(*x.shape[:2], -1, held.shape[3])
+            for x, held in ((self._slots.key, self.keys), (self._slots.value, self.values))
         )
+        return attend_block(step.query[:, :, t : t + 1], keys, values, 0, step.options)
 
     def _bring_back(self, rope: Rope, chosen: Tensor, later: int) -> None:
         """Make the slots hold these chunks; those that they hold already stay where they are.
