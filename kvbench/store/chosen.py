@@ -147,11 +147,6 @@ class ChosenKV(SelectiveKV):
         })
         return every
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one key and one value."""
-        return self.keys.shape[3] * self.keys.itemsize + self.values.shape[3] * self.values.itemsize
-
     def distinct_read_bytes(self) -> int:
         """As `read_bytes`, with an entry counted once that several heads of a group read."""
         if not self.selective:

@@ -165,25 +165,19 @@ class PagedKV(SelectiveKV):
         bound_bytes = batch * kv_heads * self._bounds.n * bounds.shape[3] * bounds.itemsize
         self.reads.update({
             "queries": n_query, "pages_read": pages.numel(), "pages_skipped": skipped * batch * heads,
-            "bytes": pages.numel() * self.page * self._entry_bytes + n_query * bound_bytes,
+            "bytes": pages.numel() * self.page * self.entry_bytes + n_query * bound_bytes,
             "seen": sum(range(seen, seen + n_query)) + n_query,
         })
         by_group = pages.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, H_kv, T, G * k]
         marks = pages.new_zeros((*by_group.shape[:3], bounds.shape[2] + 1), dtype=torch.bool)
         self.distinct.add_(marks.scatter_(3, by_group, True).sum())
 
-    @property
-    def _entry_bytes(self) -> int:
-        assert self._buffer is not None
-        key, value = self._buffer.tensors["key"], self._buffer.tensors["value"]
-        return key.shape[3] * key.itemsize + value.shape[3] * value.itemsize
-
     def distinct_read_bytes(self) -> int:
         """As `read_bytes`, with a page counted once that several heads of a group select."""
         if self.distinct is None:
             return super().distinct_read_bytes()
         again = self.reads["pages_read"] - int(self.distinct)
-        return (self.reads["bytes"] - again * self.page * self._entry_bytes) // max(1, self.reads["queries"])
+        return (self.reads["bytes"] - again * self.page * self.entry_bytes) // max(1, self.reads["queries"])
 
     def fork(self) -> LayerKV:
         """An independent copy with its own counters. Bounds are shared like entries."""

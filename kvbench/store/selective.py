@@ -25,6 +25,11 @@ class SelectiveKV(LayerKV):
     """`bytes` that `queries` tokens read, each as a step of its own, of them `host_bytes` and `file_bytes` from other
     tiers, the tokens `seen` by them, and counters."""
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one key and one value."""
+        return self.keys.shape[3] * self.keys.itemsize + self.values.shape[3] * self.values.itemsize
+
     def read_bytes(self) -> int:
         """Bytes that a step read on average; 0 before the first."""
         if not self.selective:
