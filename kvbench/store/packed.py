@@ -16,6 +16,7 @@ from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock, Residual
+from kvbench.store.coders import GroupCoder
 from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, LayerKV
 
@@ -82,8 +83,7 @@ class PackedBlock:
         return {"packed": packed, "scale": codes.scale, "minimum": codes.minimum}
 
     def _value_codes(self, values: Tensor) -> dict[str, Tensor]:
-        codes = quantize(values, self.packing.value_bits, channels=min(self.packing.group, values.shape[3]))
-        return {"packed": codes.packed, "scale": codes.scale, "minimum": codes.minimum}
+        return GroupCoder(self.packing.value_bits, self.packing.group).encode(values)
 
     def codes(self) -> tuple[Codes, Codes]:
         """Packed keys and packed values, as views."""
