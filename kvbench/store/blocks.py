@@ -1,4 +1,4 @@
-"""Blocks of entries next to a layer's dense block: frozen ones that are never written again, and residual ones."""
+"""Blocks of entries next to a layer's dense block: ones that are only appended to, and the last exact entries."""
 
 from __future__ import annotations
 
