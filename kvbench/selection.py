@@ -195,10 +195,14 @@ def mark_best(scores: Sequence[Tensor], entries: int) -> tuple[Tensor, ...]:
 def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:
     """Mark each head's best entries. scores: [B, H_kv, n]. counts: [B, H_kv]. Returns [B, H_kv, n] bool"""
     refuse_nan(scores)
+    return rank(scores) < counts[..., None]
+
+
+def rank(scores: Tensor) -> Tensor:
+    """How many scores of its row stand before each one: 0 for the greatest; of equal ones the first. [..., n] int64"""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, places)
-    return ranks < counts[..., None]
+    return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def hide_unseen(scores: Tensor, kv: LayerKV, window: int | None) -> Tensor:

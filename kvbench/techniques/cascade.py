@@ -16,7 +16,7 @@ import torch
 
 from kvbench.errors import UserError
 from kvbench.method import Budget, Shape, resolved
-from kvbench.selection import ScoredMethod, best_by_head, check_scores, keep_best, top_entries
+from kvbench.selection import ScoredMethod, best_by_head, check_scores, keep_best, rank, top_entries
 from kvbench.store.layer import SCORE_BYTES
 
 if TYPE_CHECKING:
@@ -158,6 +158,4 @@ def round_shares(shares: Tensor, total: int | Tensor) -> Tensor:
     """
     whole = shares.floor()
     left = total - whole.sum(1, keepdim=True)
-    order = (shares - whole).argsort(dim=1, descending=True, stable=True)
-    ranks = torch.arange(shares.shape[1], device=shares.device).expand_as(order)
-    return whole + torch.zeros_like(shares).scatter(1, order, (ranks < left).double())
+    return whole + (rank(shares - whole) < left).double()
