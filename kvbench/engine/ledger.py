@@ -53,9 +53,8 @@ class Ledger:
         shape: of the context. exact: whether entries were those of the whole context's prefill before.
         """
         self.note_layers()
-        total = sum(store.nbytes() for store in self._layers)
         spare = sum(store.spare_bytes() for store in self._layers)
-        self._shape, self._batch, self._context = shape, batch, (total - spare, spare, self._host_bytes())
+        self._shape, self._batch, self._context = shape, batch, (sum(self._stored) - spare, spare, self._host_bytes())
         kept = tuple(sum(x) / len(x) for x in (store.entries_kept() for store in self._layers))
         self._effect = Effect(
             acted=False, identity=exact and method.identity(shape), facts={}, maxima=(),
