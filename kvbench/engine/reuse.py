@@ -231,12 +231,12 @@ class MixedPrompt:
             place, source = slice(x.start, x.start + x.count), slice(x.first, x.first + x.count)
             key, value = x.chunk.keys[step.layer][:, :, source], x.chunk.values[step.layer][:, :, source]
             keys[:, :, place], values[:, :, place] = key, value
-            self.reuse.moved_bytes += (key.numel() + value.numel()) * key.element_size()
+            self.reuse.moved_bytes += key.nbytes + value.nbytes
         kv.load(step, step.rope.rotate(keys, self.positions[None]), values, self.reused)
 
 
 class Watched(Session):
-    """A session that shows each step before its attention, with the store that holds its entries."""
+    """A session that shows each step after its attention, with the store that holds its entries."""
 
     look: Look | None = None
 
