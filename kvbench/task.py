@@ -171,6 +171,14 @@ class Task(ABC):
     def check_turns(self, turns: int) -> None:  # noqa: B027  # most tasks accept any number
         """Raise a UserError if a record has fewer turns: a run asks as many questions about every context."""
 
+    def refuse_dev(self, split: Split) -> None:
+        """Refuse the dev split (`UserError`), for a task that has none."""
+        if split is Split.DEV:
+            raise UserError(
+                f"{self.name} has only a test split. Choose settings on a generated task (`kvbench list tasks`), or "
+                "leave --split out."
+            )
+
     def examples(
         self, *, seed: int, split: Split, n: int, length: int, turns: int, mode: Mode,  # noqa: ARG002  # for data sets
         tokenizer: PreTrainedTokenizerBase,

@@ -105,11 +105,7 @@ class DatasetTask(Task):
         Raises:
             UserError: the split is dev, the data set has too few records or a wrong one, or a question does not fit.
         """
-        if split is Split.DEV:
-            raise UserError(
-                f"{self.name} has only a test split. Choose settings on a generated task (`kvbench list tasks`), or "
-                "leave --split out."
-            )
+        self.refuse_dev(split)
         frame = self.frame(tokenizer)
         for index in self.choose(n, seed):
             example = self.compose(self.record(index), mode=mode, turns=turns, frame=frame)

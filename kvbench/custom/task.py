@@ -120,8 +120,7 @@ class CustomTask(Task):
         Raises:
             UserError: the split is dev, there are fewer than `n` records, or one of them is too long.
         """
-        if split is Split.DEV:
-            raise UserError(f"{self.name} has only a test split. Leave --split out.")
+        self.refuse_dev(split)
         self.check_samples(n)
         records = list(self.records.valid.values())
         if seed:

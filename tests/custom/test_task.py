@@ -170,7 +170,7 @@ def test_the_middle_is_cut_where_the_table_says_so(write, tokenizer):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"n": 4}, r"capitals has 3 records, not 4\. Use --samples 3 or fewer\."),
-    ({"split": Split.DEV}, "capitals has only a test split. Leave --split out."),
+    ({"split": Split.DEV}, r"capitals has only a test split\. Choose .*, or leave --split out\."),
 ])
 def test_what_a_file_does_not_have_is_refused(write, tokenizer, options, message):
     """More samples than records, and the dev split."""

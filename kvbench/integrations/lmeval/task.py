@@ -127,11 +127,7 @@ class LmEvalTask(Task):
         """
         del turns, mode
         task = load_task(self.source)
-        if split is Split.DEV:
-            raise UserError(
-                f"{self.name} has only a test split. Choose settings on a generated task (`kvbench list tasks`), or "
-                "leave --split out."
-            )
+        self.refuse_dev(split)
         total = len(load_docs(self.source))
         if n > total:
             raise UserError(f"{self.name} has {total} documents: ask for --samples {total} or fewer.")

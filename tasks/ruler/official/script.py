@@ -153,11 +153,7 @@ class OfficialTask(Task):
         Raises:
             UserError: the split is dev, or RULER's script would fail or never end.
         """
-        if split is Split.DEV:
-            raise UserError(
-                f"{self.name} has only a test split, RULER's own. Choose settings on a generated task (`kvbench list "
-                "tasks`), or leave --split out."
-            )
+        self.refuse_dev(split)
         frame = self.frame(tokenizer)
         template = sum(len(tokenizer(x, add_special_tokens=False).input_ids) for x in (frame.head, frame.tail))
         run = Run(seed, length, template, tokenizer, self.joint)
