@@ -172,12 +172,7 @@ def narrowing(module: PreTrainedModel, find: Callable[[int], Tensor]) -> Iterato
         first = args[0] if args else named.pop("hidden_states")
         kept = torch.searchsorted(before[0], places)
         before[0] = places
-        angles = named.get("position_embeddings")
-        if isinstance(angles, tuple):
-            named["position_embeddings"] = tuple(x[:, places] for x in angles)
-        if named.get("position_ids") is not None:
-            named["position_ids"] = named["position_ids"][:, places]
-        return (first[:, kept], *args[1:]), named
+        return (first[:, kept], *args[1:]), _at_places(named, places[None])
 
     layers = decoder_layers(module)
     numbers = {layer: i for i, layer in enumerate(layers)}
@@ -201,12 +196,7 @@ def bypassing(module: PreTrainedModel, find: Callable[[int], Tensor | None]) -> 
             return None
         first = args[0] if args else named.pop("hidden_states")
         skipping[layer] = first, places
-        angles = named.get("position_embeddings")
-        if isinstance(angles, tuple):
-            named["position_embeddings"] = tuple(_take(x, places) for x in angles)
-        if named.get("position_ids") is not None:
-            named["position_ids"] = named["position_ids"].expand(len(places), -1).gather(1, places)
-        return (_take(first, places), *args[1:]), named
+        return (_take(first, places), *args[1:]), _at_places(named, places)
 
     def put_back(layer: nn.Module, _: Any, output: Any) -> Any:
         if layer not in skipping:
@@ -223,6 +213,16 @@ def bypassing(module: PreTrainedModel, find: Callable[[int], Tensor | None]) -> 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _at_places(named: dict[str, Any], places: Tensor) -> dict[str, Any]:
+    """A layer's named arguments for some tokens of every sequence. places: [B, m]"""
+    angles, ids = named.get("position_embeddings"), named.get("position_ids")
+    if isinstance(angles, tuple):
+        named["position_embeddings"] = tuple(_take(x, places) for x in angles)
+    if ids is not None:
+        named["position_ids"] = ids.expand(len(places), -1).gather(1, places)
+    return named
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
