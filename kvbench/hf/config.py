@@ -54,20 +54,15 @@ def own_dtype(config: Any, folder: Path) -> torch.dtype:
     own = config.dtype or config.get_text_config().dtype
     if own is None:
         for path in sorted(folder.glob("*.safetensors"))[:1]:
-            with _broken(path), safe_open(path, "pt") as file:
-                own = file.get_tensor(next(iter(file.keys()))).dtype
+            try:
+                with safe_open(path, "pt") as file:
+                    own = file.get_tensor(next(iter(file.keys()))).dtype
+            except Exception as error:  # safetensors raises its own class
+                raise UserError(f"{path} is broken: {first_line(error)}. Fetch it again.") from error
     own = own or torch.float32
     if own not in DTYPES.values():
         raise UserError(f"weights in {folder} have type {own}, which is not supported. Use --dtype {'|'.join(DTYPES)}.")
     return own
-
-
-@contextmanager
-def _broken(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # safetensors raises its own class
-        raise UserError(f"{path} is broken: {first_line(error)}. Fetch it again.") from error
 
 
 def read_document(name: str, folder: Path, file: str = "config.json") -> dict[str, Any]:
