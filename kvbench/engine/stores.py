@@ -34,7 +34,7 @@ class Stores:
         self.layers: list[LayerKV] = []
         for index in range(len(model.layers)):
             store = method.layer(index)
-            store.capacity, store.track = capacity, store.track or track
+            store.prepare(capacity, track=track)
             self.layers.append(store)
         self.seen = 0
         self.behind = 0

@@ -46,6 +46,10 @@ class DenseKV:
     _block: Buffer | None = field(default=None, init=False)
     _window: int | None = field(default=None, init=False)
 
+    def prepare(self, capacity: int, *, track: bool) -> None:
+        """Take the session's options: most tokens of the conversation, and whether to store positions in any case."""
+        self.capacity, self.track = capacity, self.track or track
+
     @property
     def remaining(self) -> int:
         """Tokens of the conversation that may still come."""

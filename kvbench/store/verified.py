@@ -76,14 +76,12 @@ class VerifiedKV(LayerKV):
     """Tokens that these passes gave."""
     chosen_bytes: int = field(default=0, init=False)
     """Bytes of the target that were read after rounds, to choose the draft's entries anew and to copy them."""
-    _ready: bool = field(default=False, init=False)
 
-    def prepare(self) -> None:
-        """Give both caches the options that the session has set on this store."""
-        if not self._ready:
-            self._ready = True
-            for store in (self.target, self.draft):
-                store.capacity, store.track = self.capacity, store.track or self.track
+    def prepare(self, capacity: int, *, track: bool) -> None:
+        """Take the session's options for both caches."""
+        super().prepare(capacity, track=track)
+        for store in (self.target, self.draft):
+            store.prepare(capacity, track=track)
 
     @property
     def _host(self) -> bool:
@@ -106,7 +104,6 @@ class VerifiedKV(LayerKV):
 
     def append(self, step: Step) -> None:
         """Add a forward's entries to both caches."""
-        self.prepare()
         self.seen, self._window = step.seen, step.window
         self.target.append(step)
         self.draft.append(step)

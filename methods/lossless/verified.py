@@ -71,8 +71,6 @@ class Verified(Method):
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
         """Run the context once for both caches, in the drafter's way. [B, V]"""
-        for store in find_stores(session):
-            store.prepare()
         if not self.drafter.replays_context:
             return session.run_chunks(chunks, Moment.CONTEXT_END)
         draft = open_draft(session, self.drafter)
