@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
 from kvbench.hf.load import Model
@@ -85,16 +84,12 @@ def permute_heads(model: Model, order: list[int]) -> Model:
     for layer in module.model.layers:
         attention = layer.self_attn
         with torch.no_grad():
-            _set(attention.q_proj, attention.q_proj.weight[query_channels])
-            _set(attention.k_proj, attention.k_proj.weight[kv_channels])
-            _set(attention.v_proj, attention.v_proj.weight[kv_channels])
-            _set(attention.o_proj, attention.o_proj.weight[:, query_channels])
+            attention.q_proj.weight.copy_(attention.q_proj.weight[query_channels])
+            attention.k_proj.weight.copy_(attention.k_proj.weight[kv_channels])
+            attention.v_proj.weight.copy_(attention.v_proj.weight[kv_channels])
+            attention.o_proj.weight.copy_(attention.o_proj.weight[:, query_channels])
     return Model.from_module(module, id=f"{model.id}-permuted")
 
 
 def _channels(heads: list[int], width: int) -> list[int]:
     return [head * width + i for head in heads for i in range(width)]
-
-
-def _set(linear: nn.Linear, weight: Tensor) -> None:
-    linear.weight.copy_(weight.clone())
