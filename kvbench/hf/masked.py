@@ -130,7 +130,10 @@ def weight_names(document: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 class Blocks:
-    """Runs a model layer by layer for tokens at any positions; denoising steps use it instead of `forward`."""
+    """Runs a model layer by layer for tokens at any positions; denoising steps use it instead of `forward`.
+
+    Gradients are off where it is used.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.module: Any = module
@@ -175,22 +178,19 @@ class Blocks:
         """The feed-forward block's residual update, its norm included. [B, m, D]"""
         block = self.layers[layer]
         self.computed += hidden.shape[0] * hidden.shape[1]
-        with torch.no_grad():
-            found: Tensor = block.mlp(block.post_attention_layernorm(hidden))
+        found: Tensor = block.mlp(block.post_attention_layernorm(hidden))
         return found
 
     def values(self, layer: int, hidden: Tensor) -> Tensor:
         """The attention values of hidden states, its norm included. [B, m, D] -> [B, H_kv, m, D_v]"""
         block = self.layers[layer]
-        with torch.no_grad():
-            flat: Tensor = block.self_attn.v_proj(block.input_layernorm(hidden))
+        flat: Tensor = block.self_attn.v_proj(block.input_layernorm(hidden))
         width = int(block.self_attn.head_dim)
         return flat.view(*flat.shape[:2], -1, width).transpose(1, 2)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states after the last layer, the final norm included. [..., D] -> [..., V]"""
-        with torch.no_grad():
-            logits: Tensor = self.module.lm_head(self.module.model.norm(hidden))
+        logits: Tensor = self.module.lm_head(self.module.model.norm(hidden))
         return logits
 
 
