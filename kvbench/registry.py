@@ -284,7 +284,7 @@ def _load_file(text: str, *kinds: Kind) -> type:
         several = " and ".join(f"{x}s" for x in kinds)
         raise UserError(f"{kind} file '{path}' defines several {several}: {names}. Choose one: {path}:Class.")
     chosen = found[class_name] if class_name else next(iter(found.values()))
-    _refuse_unusable(chosen, kinds[0], path)
+    _refuse_unusable(chosen, next(x for x in kinds if _defines(chosen, x)), path)
     return cast("type", chosen)
 
 
@@ -299,8 +299,7 @@ def _refuse_unusable(found: type, kind: Kind, path: Path) -> None:
         setting_types(found)
     except Exception as error:  # a type of a field that the file does not import
         raise _broken(f"{kind} file '{path}'", path, error) from error
-    if issubclass(found, Method):
-        refuse_taken_name("method", found.card.name, path)
+    refuse_taken_name(kind, found.card.name if issubclass(found, Method) else cast("type[Task]", found).name, path)
 
 
 def refuse_taken_name(kind: Kind, name: str, path: Path) -> None:

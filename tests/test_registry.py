@@ -147,9 +147,27 @@ def test_a_class_without_a_function_that_it_must_define_is_refused(tmp_path, kin
         (find_method if kind == "method" else find_task)(str(path))
 
 
+@pytest.mark.parametrize("find", [find_task, find_either])
+def test_a_task_that_keeps_the_name_of_its_base_is_refused(find, tmp_path):
+    """Its results would be taken for those of kvbench's task."""
+    path = tmp_path / "mine.py"
+    path.write_text("from kvbench.tasks.ruler import niah\n\nclass Mine(niah.NiahMultikey1):\n    margin = 3\n")
+    with pytest.raises(UserError, match=r"mine\.py names its task '.*', which is a task of kvbench\. Give it another"):
+        find(str(path))
+
+
+def test_a_class_of_either_kind_is_told_the_page_of_its_own(tmp_path):
+    """Where a file may define a method or a task."""
+    path = tmp_path / "mine.py"
+    path.write_text("from kvbench.task import Task\nclass Mine(Task):\n    name = 'mine'\n")
+    with pytest.raises(UserError, match=r"See docs/adding_a_task\.md"):
+        find_either(str(path))
+
+
 def test_kvbenchs_own_file_keeps_its_name():
     """Given by its path, too."""
     assert find_method(f"{ROOT / 'methods/eviction/snapkv.py'}:SnapKV").card.name == "snapkv"
+    assert find_task(f"{ROOT / 'tasks/ruler/niah.py'}:NiahMultikey1").aliases == ("niah",)
 
 
 def test_the_class_may_be_left_out_where_there_is_one():
