@@ -60,11 +60,6 @@ class ChosenKV(SelectiveKV):
         """Entries per KV head in all tiers."""
         return self.n + self.apart
 
-    @property
-    def tier_name(self) -> str:
-        """The counter of bytes read from the tier."""
-        return "file_bytes" if isinstance(self.tier, FileEntries) else "host_bytes"
-
     def code(self, name: str) -> Tensor:
         """A part of the index that grows with the entries. [B, H_kv, n, ...]"""
         assert self.codes is not None
@@ -129,7 +124,8 @@ class ChosenKV(SelectiveKV):
         found = self.keys.new_empty((len(entry), sum(widths)))
         found[apart] = self.tier.take(places[apart])
         found[near] = torch.cat([self.keys[later], self.values[later]], dim=1)
-        self.reads[self.tier_name] += len(apart) * self.entry_bytes
+        counter = "file_bytes" if isinstance(self.tier, FileEntries) else "host_bytes"
+        self.reads[counter] += len(apart) * self.entry_bytes
         keys, values = found.split(widths, dim=1)
         return keys, values
 
