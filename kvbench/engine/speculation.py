@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvbench.engine.autoregressive import Answers, Tokens
 from kvbench.engine.session import Session
-from kvbench.hf import Forward
 from kvbench.method import Method
 from kvbench.step import Moment, Step
 from kvbench.store.verified import VerifiedKV
@@ -144,11 +143,7 @@ def verify(session: Session, ids: Tensor) -> tuple[Tensor, list[Step]]:
         target.append(step)
         return target.attend(step)
 
-    positions = session.take_positions(ids)
-    forward = Forward(
-        moment=Moment.DECODE, positions=positions, seen=session.seen, attend=attend, ropes=session.model.ropes
-    )
-    return session.model.run(ids, forward, ids.shape[1]), steps
+    return session.run_model(ids, Moment.DECODE, attend, ids.shape[1]), steps
 
 
 def settle(

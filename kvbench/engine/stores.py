@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -77,15 +78,17 @@ class Stores:
             found = self._recording.find(self.seen, ids)
             if found is not None and keep == 1:
                 return self._replay(found, moment)
-        positions = self.take_positions(ids)
-        forward = Forward(
-            moment=moment, positions=positions, seen=self.seen, attend=self.attend, ropes=self.model.ropes
-        )
         if not (self.method.skips_layers and moment.in_context):
-            return self.model.run(ids, forward, keep)
+            return self.run_model(ids, moment, self.attend, keep)
         self._shared, self._places = {}, {}
         with bypassing(self.model.module, lambda layer: self._choose(layer, ids)):
-            return self.model.run(ids, forward, keep)
+            return self.run_model(ids, moment, self.attend, keep)
+
+    def run_model(self, ids: Tensor, moment: Moment, attend: Callable[[Step], Tensor], keep: int) -> Tensor:
+        """Run the model over the next tokens with this attention. ids: [B, T]. Returns logits [B, keep, V]"""
+        positions = self.take_positions(ids)
+        forward = Forward(moment=moment, positions=positions, seen=self.seen, attend=attend, ropes=self.model.ropes)
+        return self.model.run(ids, forward, keep)
 
     def _choose(self, layer: int, ids: Tensor) -> Tensor | None:
         """The tokens of a context's pass that a layer runs; None: all."""
