@@ -21,7 +21,7 @@ CHUNK = 512
 LEAST_TOKENS = 16
 _FOUND: dict[str, tuple[Tensor, ...]] = {}
 """Measured tensors of every layer by their hash, in this process: too large for a result, which has the hash."""
-_HASHES: dict[tuple[type | Method, str, str, int], str] = {}
+_HASHES: dict[tuple[type | Method, str, str, torch.device, int], str] = {}
 
 
 def calibrate(
@@ -36,8 +36,8 @@ def calibrate(
 
 
 def remember(kind: type | Method, model: Model, tokens: int, find: Callable[[], tuple[Tensor, ...]]) -> str:
-    """Find a tensor for every layer, once per process, method, model and number of tokens; their hash."""
-    key = kind, model.sha256, model.dtype, tokens
+    """Find a tensor for every layer, once per process, method, loaded model and number of tokens; their hash."""
+    key = kind, model.sha256, model.dtype, model.device, tokens
     if key not in _HASHES:
         found = find()
         _HASHES[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest()
@@ -85,7 +85,5 @@ def calibration_ids(model: Model, tokens: int) -> Tensor:
     if len(ids) < wanted:
         say(f"the tokenizer of {model.id} makes {count(len(ids), 'token')} of the manual: random tokens are used "
             "instead.")
-        vocabulary = model.module.get_input_embeddings().weight
-        assert isinstance(vocabulary, Tensor)
-        ids = torch.randint(vocabulary.shape[0], (wanted,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(model.vocabulary, (wanted,), generator=torch.Generator().manual_seed(0)).tolist()
     return torch.tensor([ids], device=model.device)

@@ -17,7 +17,7 @@ from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
 from kvbench.registry import find_method, list_entries
 from kvbench.store import rotation
-from kvbench.techniques import calibration, codebooks, parts
+from kvbench.techniques import codebooks, parts
 from tests.toys.gpu import simulated_gpu
 
 CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
@@ -36,12 +36,11 @@ def attend_without_flash(query, keys, values, *, scale, causal):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A simulated GPU, on which nothing was measured before."""
+    """A simulated GPU, on which no part was trained before."""
     monkeypatch.setattr(dense, "attend_by_flash", attend_without_flash)
     monkeypatch.setattr(dense, "sdpa_kernel", lambda _: nullcontext())
     monkeypatch.setattr(tiny, "_make", tiny._make.__wrapped__)
-    for module in (calibration, parts):
-        monkeypatch.setattr(module, "_HASHES", {})
+    monkeypatch.setattr(parts, "_HASHES", {})
     with simulated_gpu() as found, tiny.placed("cuda", torch.bfloat16):
         yield found
     for function in CACHED:

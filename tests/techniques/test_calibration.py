@@ -43,8 +43,8 @@ def test_a_text_of_fewer_than_16_tokens_is_refused():
         calibration_ids(replace(tiny_model(), max_length=15), 20)
 
 
-def test_a_method_measures_once_for_each_model_and_number_of_tokens():
-    """Another method, other weights, another element type and another text are measured anew."""
+def test_a_method_measures_once_for_each_loaded_model_and_number_of_tokens():
+    """Another method, other weights, another element type, device and text are measured anew."""
     class One:
         """A method."""
 
@@ -57,9 +57,9 @@ def test_a_method_measures_once_for_each_model_and_number_of_tokens():
         made.append(float(len(made)))
         return torch.tensor(-1.0), torch.tensor(made[-1])
 
-    model = SimpleNamespace(sha256="a", dtype="float32")
-    weights, dtype = SimpleNamespace(sha256="b", dtype="float32"), SimpleNamespace(sha256="a", dtype="float64")
-    asked = [(One, model, 16), (One, model, 16), (Other, model, 16), (One, weights, 16), (One, dtype, 16),
+    model = SimpleNamespace(sha256="a", dtype="float32", device="cpu")
+    others = [SimpleNamespace(**{**vars(model), name: "b"}) for name in vars(model)]
+    asked = [(One, model, 16), (One, model, 16), (Other, model, 16), *((One, x, 16) for x in others),
              (One, model, 17), (Other, model, 16)]
     names = [remember(*x, find) for x in asked]
-    assert [calibrated(x, 1).item() for x in names] == [0, 0, 1, 2, 3, 4, 1]
+    assert [calibrated(x, 1).item() for x in names] == [0, 0, 1, 2, 3, 4, 5, 1]
