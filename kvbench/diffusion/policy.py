@@ -29,7 +29,6 @@ from kvbench.errors import UserError, nan_error
 from kvbench.hf.adapter import attached
 from kvbench.hf.masked import Blocks
 from kvbench.method import Method
-from kvbench.selection import rank
 from kvbench.step import Step
 from kvbench.store import storage_bytes
 from kvbench.store.positions import PositionKV
@@ -330,7 +329,11 @@ def denoise(
 
 def top(scores: Tensor, n: Tensor) -> Tensor:
     """The n greatest finite scores of each sequence; ties go to the first. scores: [B, N]. n: [B]. Returns [B, N]"""
-    return (rank(scores) < n[:, None]) & scores.isfinite()
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(scores.shape[1], device=scores.device).expand_as(order)
+    )
+    return (rank < n[:, None]) & scores.isfinite()
 
 
 def indices_of(mask: Tensor) -> Tensor:
