@@ -19,7 +19,7 @@ from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_parti
 from kvbench.step import Step
 from kvbench.store.blocks import Residual
 from kvbench.store.coders import Coder, Parts
-from kvbench.store.facts import Fact, code_facts
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
 if TYPE_CHECKING:
@@ -272,8 +272,14 @@ class CodedKV(LayerKV):
     def facts(self) -> dict[str, Fact]:
         """Entries that are encoded, and the distinct bytes of the first part of their keys."""
         entries = self.n * len(self.entries_kept()) if self.coded else 0
-        keys = next(iter(self._parts("key", 0, self.n).values())) if entries else None
-        return {**super().facts(), **code_facts(entries, keys)}
+        distinct = 0
+        if entries:
+            first = next(iter(self._parts("key", 0, self.n).values()))
+            distinct = int(torch.bincount(first.contiguous().view(torch.uint8).flatten()).count_nonzero())
+        return {
+            **super().facts(), "entries_quantized": Fact(entries, changed=True),
+            "distinct_codes": Fact(distinct, maximum=True),
+        }
 
 
 def both(found: Iterable[T | None]) -> tuple[T, T] | None:

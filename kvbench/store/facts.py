@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Fact:
@@ -20,13 +17,6 @@ class Fact:
     """Whether the total over layers and samples is the maximum; otherwise it is the sum."""
     restarts: bool = False
     """Whether a fork counts from 0; otherwise it goes on from what its parent counted."""
-
-
-def code_facts(entries: int, keys: Tensor | None) -> dict[str, Fact]:
-    """Counters of encoded entries, over all heads, and of the distinct bytes of their keys; None: there are none."""
-    data = None if keys is None else keys.contiguous().view(torch.uint8).flatten()
-    distinct = 0 if data is None else int(torch.bincount(data).count_nonzero())
-    return {"entries_quantized": Fact(entries, changed=True), "distinct_codes": Fact(distinct, maximum=True)}
 
 
 def add_facts(total: Mapping[str, Fact], facts: Mapping[str, Fact]) -> dict[str, Fact]:

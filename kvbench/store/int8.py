@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvbench.budget import LayerShape, Shape
 from kvbench.kernels.int8_attention import int8_attention, quantize_rows
 from kvbench.step import Step
-from kvbench.store.facts import Fact, code_facts
+from kvbench.store.facts import Fact
 from kvbench.store.layer import LayerKV
 
 SCALE_BYTES = 2
@@ -48,4 +49,8 @@ class Int8KV(LayerKV):
     def facts(self) -> dict[str, Fact]:
         """Entries in 8 bits and the distinct key codes among them."""
         entries = self.n * len(self.entries_kept()) if self.quantized else 0
-        return {**super().facts(), **code_facts(entries, self.keys if entries else None)}
+        codes = int(torch.bincount(self.keys.flatten().view(torch.uint8)).count_nonzero()) if entries else 0
+        return {
+            **super().facts(), "entries_quantized": Fact(entries, changed=True),
+            "distinct_codes": Fact(codes, maximum=True),
+        }

@@ -16,7 +16,7 @@ from kvbench.kernels.packed_attention import packed_partial
 from kvbench.kernels.ragged_attention import Partial, dense_partial, merge_partials
 from kvbench.step import Step
 from kvbench.store.entries import gather
-from kvbench.store.facts import Fact, code_facts
+from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
 
 CHANNEL_BYTES = 2
@@ -149,4 +149,8 @@ class SegmentedKV(LayerKV):
         """Entries that are codes, and the distinct bytes among their keys."""
         packed = [entries.key.packed.flatten() for segment in self.segments for entries in segment.entries]
         coded = sum(segment.n for segment in self.segments) * len(self.entries_kept())
-        return {**super().facts(), **code_facts(coded, torch.cat(packed) if packed else None)}
+        distinct = int(torch.bincount(torch.cat(packed)).count_nonzero()) if packed else 0
+        return {
+            **super().facts(), "entries_quantized": Fact(coded, changed=True),
+            "distinct_codes": Fact(distinct, maximum=True),
+        }

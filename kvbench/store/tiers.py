@@ -18,7 +18,7 @@ from kvbench.step import Step
 from kvbench.store.blocks import AppendedBlock
 from kvbench.store.coders import GroupCoder
 from kvbench.store.entries import gather
-from kvbench.store.facts import Fact, code_facts
+from kvbench.store.facts import Fact
 from kvbench.store.layer import POSITION_BYTES, SCORE_BYTES, LayerKV
 
 BALANCER_BYTES = 4
@@ -218,8 +218,13 @@ class TieredKV(LayerKV):
 
     def facts(self) -> dict[str, Fact]:
         """Entries that are codes, and the distinct bytes among those of the low tier's keys."""
-        if self.demoted is None:
-            return {**super().facts(), **code_facts(0, None)}
-        packed = self.demoted.held()["key_packed"]
-        entries = self.demoted.n + (0 if self.high is None else self.n)
-        return {**super().facts(), **code_facts(entries * packed.shape[:2].numel(), packed)}
+        entries = distinct = 0
+        if self.demoted is not None:
+            packed = self.demoted.held()["key_packed"]
+            heads = packed.shape[0] * packed.shape[1]
+            entries = (self.demoted.n + (0 if self.high is None else self.n)) * heads
+            distinct = int(torch.bincount(packed.flatten(), minlength=1).count_nonzero())
+        return {
+            **super().facts(), "entries_quantized": Fact(entries, changed=True),
+            "distinct_codes": Fact(distinct, maximum=True),
+        }
