@@ -16,8 +16,6 @@ class TableCell:
     """Sort key, if it is not the text; "" sorts before every number."""
     kind: str = ""
     """CSS classes: `text` is not a number; `pick`, in a head, filters its column by a list of values."""
-    link: str = ""
-    """Target of a link, within our own pages."""
 
 
 def number(value: float | None, how: str) -> TableCell:
@@ -55,8 +53,7 @@ def write_table(
 def _write(cell: TableCell, *, name: bool) -> str:
     tag, scope = ("th", ' scope="row"') if name else ("td", "")
     order = "" if cell.order is None else f' data-order="{cell.order}"'
-    text = f'<a href="{escape(cell.link)}">{escape(cell.text)}</a>' if cell.link else escape(cell.text)
-    return f"<{tag}{scope}{_class(cell.kind)}{order}>{text}</{tag}>"
+    return f"<{tag}{scope}{_class(cell.kind)}{order}>{escape(cell.text)}</{tag}>"
 
 
 def _class(names: str) -> str:
