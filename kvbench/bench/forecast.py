@@ -145,10 +145,6 @@ class Need:
             return most
         return max((x for x in range(most + 1) if self.pinned_bytes(x) <= host_memory), default=0)
 
-    def step_bytes(self, batch: int) -> int:
-        """Bytes of weights and caches that a decode step reads."""
-        return self.model.step_bytes + batch * self.method.declared_read_bytes(self.model.shape)
-
 
 class MethodForecast(Record):
     """The forecast for one method."""

@@ -25,13 +25,12 @@ class Setting:
     model: Model
     state: State = "prefill"
     chunk: int | None = None
-    seed: int = 0
     later: int = LATER
     """Tokens after the context for which stores allocate room."""
 
     def tokens(self, batch: int, count: int, seed: int) -> Tensor:
         """Seeded random token ids, the same for every method. [B, count]"""
-        generator = torch.Generator().manual_seed(self.seed + seed)
+        generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(len(self.model.tokenizer), (batch, count), generator=generator)
         return ids.to(self.model.device)
 
@@ -87,7 +86,7 @@ def make_entries(setting: Setting, length: int, batch: int) -> Iterator[Step]:
         caught = catch_steps(setting.model.module, ropes=setting.model.ropes)
     for step in caught:
         device = step.key.device
-        generator = torch.Generator(device).manual_seed(setting.seed + step.layer)
+        generator = torch.Generator(device).manual_seed(step.layer)
         query, key, value = (
             torch.randn(
                 (batch, x.shape[1], count, x.shape[3]), dtype=x.dtype, device=device, generator=generator

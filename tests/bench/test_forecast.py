@@ -66,8 +66,8 @@ def test_predicted_bytes_are_those_the_ledger_measures(mini, name):
     assert memory.host_bytes == BATCH * need.method.declared_host_bytes(need.model.shape)
     assert memory.spare_bytes <= BATCH * need.spare
     assert max(memory.peak_bytes, peak_in_chunks) <= BATCH * need.bytes_while_running
-    declared, later = need.step_bytes(BATCH) - need.model.step_bytes, STEPS * BATCH * need.spare // LATER
     method, shape = need.method, need.model.shape
+    declared, later = BATCH * method.declared_read_bytes(shape), STEPS * BATCH * need.spare // LATER
     least = BATCH * method.least_read_bytes(shape) - (BATCH - 1) * method.shared_bytes(shape)
     assert 0.999 * least <= read <= declared + later + 0.002 * declared
 
