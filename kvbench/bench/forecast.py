@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
+from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind, solve
 from kvbench.errors import UndeclaredError, UserError, check_number, unknown
 from kvbench.hf import ModelSize, predict_memory
 from kvbench.log import say
@@ -117,10 +117,7 @@ class Need:
     @property
     def _layer(self) -> int:
         """Work space of compressing the largest layer: LAYER_COPIES copies of its full entries."""
-        shape = self.model.shape
-        return LAYER_COPIES * max(
-            shape.entries(x) * x.kv_heads * (x.key_dim + x.value_dim) * shape.itemsize for x in shape.layers
-        )
+        return LAYER_COPIES * max(map(self.model.shape.layer_bytes, self.model.shape.layers))
 
     def device_bytes(self, batch: int, state: State) -> int:
         """Peak bytes without the weights."""
@@ -141,9 +138,7 @@ class Need:
         """The largest number of sequences that fit; 0 if not even one fits. host_memory: for pinned blocks, if any."""
         weights, spare = self.model.weight_bytes, min(SPARE_BYTES, memory // 20)
         most = max(0, (memory - spare - weights) // self.device_bytes(1, state))
-        if host_memory is None or self.pinned_bytes(most) <= host_memory:
-            return most
-        return max((x for x in range(most + 1) if self.pinned_bytes(x) <= host_memory), default=0)
+        return most if host_memory is None else solve(self.pinned_bytes, host_memory, range(most + 1)) or 0
 
 
 class MethodForecast(Record):

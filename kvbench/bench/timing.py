@@ -164,29 +164,29 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def find_median(values: Sequence[float]) -> Median:
     """The median and its 95 % percentile bootstrap interval over rounds."""
-    median, low, high = _bootstrap(np.asarray(values)[_draws(len(values), seed=0)], float(np.median(values)))
-    return Median(median=median, low=low, high=high, n=len(values))
+    low, high = _find_interval(_resample_medians(values, seed=0))
+    return Median(median=float(np.median(values)), low=low, high=high, n=len(values))
 
 
 def compare(anchor: Sequence[float], ours: Sequence[float], *, paired: bool) -> Speedup:
     """Speed-up over an anchor: the median of the ratios by round if paired, else the ratio of the medians."""
-    theirs, mine = np.asarray(anchor), np.asarray(ours)
     if paired:
-        ratios = theirs / mine
-        found = _bootstrap(ratios[_draws(len(ratios), seed=0)], float(np.median(ratios)))
+        ratios = np.asarray(anchor) / np.asarray(ours)
+        median, drawn = np.median(ratios), _resample_medians(ratios, seed=0)
     else:
-        drawn = np.median(theirs[_draws(len(theirs), seed=0)], axis=1) / np.median(
-            mine[_draws(len(mine), seed=1)], axis=1
-        )
-        low, high = np.percentile(drawn, [2.5, 97.5])
-        found = float(np.median(theirs) / np.median(mine)), float(low), float(high)
-    return Speedup(median=found[0], low=found[1], high=found[2], n=min(len(theirs), len(mine)), paired=paired)
+        median = np.median(anchor) / np.median(ours)
+        drawn = _resample_medians(anchor, seed=0) / _resample_medians(ours, seed=1)
+    low, high = _find_interval(drawn)
+    return Speedup(median=float(median), low=low, high=high, n=min(len(anchor), len(ours)), paired=paired)
 
 
-def _draws(n: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, n, size=(DRAWS, n))
+def _resample_medians(values: Sequence[float] | np.ndarray, seed: int) -> np.ndarray:
+    """Medians of bootstrap resamples. [DRAWS]"""
+    drawn = np.random.default_rng(seed).integers(0, len(values), size=(DRAWS, len(values)))
+    medians: np.ndarray = np.median(np.asarray(values)[drawn], axis=1)
+    return medians
 
 
-def _bootstrap(drawn: np.ndarray, median: float) -> tuple[float, float, float]:
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return median, float(low), float(high)
+def _find_interval(drawn: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
