@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from kvbench.bench.forecast import Need
 from kvbench.bench.job import OUT_OF_TIME, BenchJob
 from kvbench.bench.measure import Measured, measure
 from kvbench.bench.outcome import Failure, attempt, free_device_memory
 from kvbench.bench.records import BenchCell, Predicted, Time
 from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
-from kvbench.budget import Budget
 from kvbench.errors import DeviceLostError
 from kvbench.kernels.choice import using
-from kvbench.method import Method
 from kvbench.runs.prepare import describe_method
 
 MAX = "max"
@@ -71,7 +70,7 @@ def _check(job: BenchJob, name: str) -> Failure | None:
 
 def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str) -> Iterator[BenchCell]:
     """All methods at one length and batch, at every timing level."""
-    fitted: dict[str, Method] = {}
+    needs: dict[str, Need] = {}
     failures = {name: wrong[name] for name in job.methods if name in wrong}
     batches = {name: 0 if asked == MAX else int(asked) for name in job.methods}
     for name in job.methods:
@@ -79,21 +78,20 @@ def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str)
         if isinstance(method, Failure):
             failures.setdefault(name, method)
             continue
-        fitted[name] = method
+        need = needs[name] = job.need(method, length)
         if asked == MAX:
-            batches[name] = job.need(method, length).max_batch(
-                job.memory, job.setting.state, job.host_memory
-            )
-        if (why := _foresee(job, method, length, batches[name])) is not None:
+            batches[name] = need.max_batch(job.memory, job.setting.state, job.host_memory)
+        if (why := _foresee(job, need, batches[name])) is not None:
             failures.setdefault(name, why)
-    ready = {name: x for name, x in fitted.items() if name not in failures}
+    ready = {name: x.method for name, x in needs.items() if name not in failures}
     for timing in job.timings:
         cells = {
             name: BenchCell(
-                method=describe_method(job.methods[name]), budget=_name(job.budget_of(name)), timing=timing,
+                method=describe_method(method), timing=timing,
+                budget=None if (budget := job.budget_of(name)) is None else str(budget),
                 length=length, batch=batches[name], asked_batch=asked, state=job.setting.state, outcome="ok",
-                predicted=_predict(job, fitted.get(name), length, batches[name]),
-            ) for name in job.methods
+                predicted=None if name not in needs else _predict(job, needs[name], batches[name]),
+            ) for name, method in job.methods.items()
         }
         yield from (_fill(job, cells[name], failure) for name, failure in failures.items())
         if ready:
@@ -103,9 +101,8 @@ def _cells(job: BenchJob, wrong: Mapping[str, Failure], length: int, asked: str)
                     raise _lost(name, x)
 
 
-def _foresee(job: BenchJob, method: Method, length: int, batch: int) -> Failure | None:
+def _foresee(job: BenchJob, need: Need, batch: int) -> Failure | None:
     """A failure without a try: no sequence fits, or the system would kill the process for its host memory."""
-    need = job.need(method, length)
     peak, pinned = need.peak(max(1, batch), job.setting.state), need.pinned_bytes(max(1, batch))
     if job.host_memory is not None and pinned > job.host_memory:
         return Failure("out of memory", (
@@ -116,14 +113,7 @@ def _foresee(job: BenchJob, method: Method, length: int, batch: int) -> Failure 
     return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB available")
 
 
-def _name(budget: Budget | None) -> str | None:
-    return None if budget is None else str(budget)
-
-
-def _predict(job: BenchJob, method: Method | None, length: int, batch: int) -> Predicted | None:
-    if method is None:
-        return None
-    need = job.need(method, length)
+def _predict(job: BenchJob, need: Need, batch: int) -> Predicted:
     return Predicted(
         stored_bytes=batch * need.cache, peak_bytes=need.peak(batch, job.setting.state),
         max_batch=need.max_batch(job.memory, job.setting.state, job.host_memory),

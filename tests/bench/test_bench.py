@@ -500,9 +500,9 @@ def test_host_memory_that_runs_out_is_out_of_memory_too(error):
 def test_pinned_memory_that_does_not_fit_is_not_tried():
     """The host's limit holds on a GPU too: beyond it the system may kill the process."""
     need = SimpleNamespace(peak=lambda *_: 0, pinned_bytes=lambda batch: batch * 10**9)
-    job = SimpleNamespace(need=lambda *_: need, host_memory=3 * 10**9, device=GPU, setting=setting(state="synthetic"))
-    assert grid._foresee(job, None, LENGTH, 3) is None
-    found = grid._foresee(job, None, LENGTH, 4)
+    job = SimpleNamespace(host_memory=3 * 10**9, device=GPU, setting=setting(state="synthetic"))
+    assert grid._foresee(job, need, 3) is None
+    found = grid._foresee(job, need, 4)
     assert found.outcome == "out of memory"
     assert found.reason == "not tried: 4.00 GB of pinned memory predicted, 3.00 GB available"
 
