@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,13 +12,8 @@ from rich.progress import Progress as RichProgress
 
 EVERY = 5.0
 """Seconds between lines if there is no terminal."""
-
-
-class Progress(Protocol):
-    """Receives the progress of a run."""
-
-    def advance(self, done: int) -> None:
-        """Report the number of finished samples; the first is that of an earlier run."""
+Progress = Callable[[int], None]
+"""Receives the number of finished samples; the first number is that of an earlier run."""
 
 
 class LogProgress:
@@ -30,7 +24,7 @@ class LogProgress:
         self.started = self.said = time.monotonic()
         self.first: int | None = None
 
-    def advance(self, done: int) -> None:
+    def __call__(self, done: int) -> None:
         """Report the number of finished samples."""
         current = time.monotonic()
         if self.first is None:
@@ -40,17 +34,6 @@ class LogProgress:
         self.said = current
         left = (current - self.started) / (done - self.first) * (self.total - done)
         self.console.print(f"{done}/{self.total} samples, about {left:.0f} s left", highlight=False)
-
-
-class Bar:
-    """Progress as a bar with the time left."""
-
-    def __init__(self, bar: RichProgress, total: int) -> None:
-        self.bar, self.task = bar, bar.add_task("samples", total=total)
-
-    def advance(self, done: int) -> None:
-        """Report the number of finished samples."""
-        self.bar.update(self.task, completed=done)
 
 
 @contextmanager
@@ -65,4 +48,5 @@ def show_progress(total: int) -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     with RichProgress(*columns, console=console, transient=True) as bar:
-        yield Bar(bar, total)
+        task = bar.add_task("samples", total=total)
+        yield lambda done: bar.update(task, completed=done)

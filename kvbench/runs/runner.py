@@ -158,7 +158,7 @@ def _run_missing(
     compares = job.spec.model.dtype != "float32" and not compared
     failures: Counter[str] = Counter()
     if progress is not None:
-        progress.advance(len(journal.finished))
+        progress(len(journal.finished))
     if shared is not None:
         shared.expect(job.method)
     samples = make_examples(job, missing)
@@ -177,7 +177,7 @@ def _run_missing(
                     _log_failure(job.folder, index, str(lines[-1].error), trace, failures)
                 journal.append([lines[0].model_copy(update={"kernels": ran, "machine": machine}), *lines[1:]])
             if progress is not None:
-                progress.advance(len(journal.finished))
+                progress(len(journal.finished))
     finally:
         for error, times in failures.items():
             if times > 1:

@@ -118,17 +118,6 @@ class ModelCache:
         self._key, self._model = cell.model_key, model
 
 
-class CountCallback:
-    """Forwards the progress of a run to a callback."""
-
-    def __init__(self, callback: Callable[[int], None]) -> None:
-        self._callback = callback
-
-    def advance(self, done: int) -> None:
-        """Report the number of finished samples."""
-        self._callback(done)
-
-
 class LineWriter(io.TextIOBase):
     """A stream that sends a worker's standard error line by line."""
 
@@ -205,7 +194,7 @@ def _run_steps(
         job = prepare(cell.request, cache.take(cell))
         cache.put(cell, job.loaded)
         _wait_for(job.folder)
-        outcome = yield from run_samples(job, CountCallback(advance), shared)
+        outcome = yield from run_samples(job, advance, shared)
     except (InterruptionError, DeviceLostError):
         raise
     except UserError as error:

@@ -84,5 +84,5 @@ def rerun_samples(job: Job, wanted: Collection[int], progress: Progress) -> list
                 lines += (run_sample if job.model.masking is None else fill_sample)(job, index, example, encoded)
             except SampleFailedError as failure:
                 lines += failure.lines
-        progress.advance(done)
+        progress(done)
     return lines
