@@ -15,7 +15,7 @@ from kvbench.leaderboard.submission.deliver import put_in_folder
 from kvbench.leaderboard.submission.outcome import RefusedError
 from kvbench.leaderboard.submission.records import RESULT, RerunResult, Verification
 from kvbench.leaderboard.submission.seal import is_believed
-from kvbench.leaderboard.verification import fresh_seed, levels
+from kvbench.leaderboard.verification import fresh_seed, levels, rerun_job
 from kvbench.leaderboard.verification.fresh_seed import _permutation_p, count_contexts, run_fresh_seed
 from kvbench.leaderboard.verification.levels import rerun_levels
 from kvbench.leaderboard.verification.lookup import UnverifiableError
@@ -401,3 +401,12 @@ def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason, monke
     monkeypatch.delenv("UNSET", raising=False)
     done = kvbench("leaderboard", "rerun", snapkv.folder, *options)
     assert (done.code, reason in done.err) == (2, True)
+
+
+def test_the_progress_of_a_rerun_begins_with_no_sample(snapkv, monkeypatch):
+    """The time left is estimated from the first report on, so the first sample counts."""
+    monkeypatch.setattr(rerun_job, "make_examples", lambda job, wanted: [(x, None, None) for x in wanted])
+    monkeypatch.setattr(rerun_job, "run_sample", lambda *_: [])
+    reported = []
+    rerun_job.rerun_samples(snapkv.job, [4, 7], reported.append)
+    assert reported == [0, 1, 2]

@@ -78,6 +78,7 @@ def prepare_rerun(spec: RunSpec, model: Model) -> tuple[Job, tuple[str, ...]]:
 def rerun_samples(job: Job, wanted: Collection[int], progress: Progress) -> list[Line]:
     """Run these samples and return their journal lines in order."""
     lines: list[Line] = []
+    progress(0)
     for done, (index, example, encoded) in enumerate(make_examples(job, wanted), 1):
         with using(job.spec.kernels):
             try:
