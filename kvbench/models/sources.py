@@ -115,25 +115,28 @@ def models_folder() -> Path:
     return cache_folder() / "models"
 
 
+def match_source(name: str) -> ModelSource | None:
+    """The source of a model by its name or its id in results; None: there is none."""
+    return next((x for x in SOURCES.values() if name in (x.name, x.id)), None)
+
+
 def find_source(name: str) -> ModelSource:
-    """The source of a model by its name or its id in results.
+    """As `match_source`.
 
     Raises:
         UserError: there is none.
     """
-    for source in SOURCES.values():
-        if name in (source.name, source.id):
-            return source
-    raise unknown("model", name, SOURCES, "See `kvbench models list`.")
+    source = match_source(name)
+    if source is None:
+        raise unknown("model", name, SOURCES, "See `kvbench models list`.")
+    return source
 
 
 def find_added(name: str) -> Path | None:
     """The folder of an added model, by its name or its id; None: no such model, or it is not added."""
-    for source in SOURCES.values():
-        folder = models_folder() / source.id
-        if name in (source.name, source.id) and (folder / "config.json").is_file():
-            return folder
-    return None
+    source = match_source(name)
+    folder = None if source is None else models_folder() / source.id
+    return folder if folder is not None and (folder / "config.json").is_file() else None
 
 
 def list_added() -> list[str]:
@@ -147,14 +150,14 @@ def refuse_missing(name: str) -> None:
     Raises:
         UserError: with the command that adds it.
     """
-    for source in SOURCES.values():
-        if name in (source.name, source.id) and find_added(name) is None:
-            size = f"{source.download_bytes / MB:,.0f} MB"
-            raise UserError(f"model '{name}' is not on this machine: `kvbench models add {source.name}` ({size}).")
+    source = match_source(name)
+    if source is not None and find_added(name) is None:
+        size = f"{source.download_bytes / MB:,.0f} MB"
+        raise UserError(f"model '{name}' is not on this machine: `kvbench models add {source.name}` ({size}).")
 
 
 def result_id(name: str) -> str:
     """The name of a model in results, from the name that the user typed."""
-    prefix = RANDOM if name.startswith(RANDOM) else ""
-    ids = {x.name: x.id for x in SOURCES.values()}
-    return prefix + ids.get(name.removeprefix(RANDOM), name.removeprefix(RANDOM))
+    plain = name.removeprefix(RANDOM)
+    source = match_source(plain)
+    return name if source is None else name.removesuffix(plain) + source.id
