@@ -166,8 +166,7 @@ def explain_no_score(result: Result) -> str:
     """The reason why none of a run's answers has a score."""
     if result.n_failed == result.n_samples:
         return "every sample failed"
-    random = result.model.id.startswith("random:")
-    return "random weights" if random else f"scorer {result.task.scorer} applies to no answer"
+    return "random weights" if result.model.random else f"scorer {result.task.scorer} applies to no answer"
 
 
 def format_bytes(count: float) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbench.analysis.significance import ALPHA, flip_signs
 from kvbench.log import count
+from kvbench.models.sources import is_random
 
 if TYPE_CHECKING:
     from kvbench.runs.request import ResolvedRequest
@@ -41,7 +42,7 @@ def describe_powers(plans: Sequence[ResolvedRequest]) -> Iterator[str]:
     """
     sizes = Counter(
         (x.request.samples, x.protocol.turns) for x in plans
-        if x.scorer.higher_is_better and not x.request.model.startswith("random:")
+        if x.scorer.higher_is_better and not is_random(x.request.model)
     )
     shown = sorted(sizes)
     between = shown[1:-1] if len(shown) > SIZES else []

@@ -48,7 +48,7 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
             scorer needs are missing.
     """
     spec = read_file(folder / "spec.json", RunSpec)
-    if spec.model.id.startswith("random:"):
+    if spec.model.random:
         raise UserError(f"run {folder} used random weights, so its answers have no score.")
     if task_name is None:
         hint = "If you trust its file, give --task path/to/file.py:Class or path/to/task.toml."

@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from kvbench import registry
 from kvbench.errors import UserError, first_line, unknown
 from kvbench.machine import cache_folder
-from kvbench.models.sources import find_added, list_added, refuse_missing
+from kvbench.models.sources import RANDOM, find_added, is_random, list_added, refuse_missing
 from kvbench.registry import list_architectures, list_models
 
-RANDOM = "random:"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json", "spiece.model",
@@ -68,10 +67,10 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
             )
         allowed = [
             *list_models(), *list_added(),
-            *(f"{RANDOM}{x}" for x in list_architectures() if name.startswith(RANDOM)),
+            *(f"{RANDOM}{x}" for x in list_architectures() if is_random(name)),
         ]
         raise unknown("model", source, allowed, "Or give a local folder, or a hub id such as org/name.")
-    return _fetch(source, weights=weights and not name.startswith(RANDOM))
+    return _fetch(source, weights=weights and not is_random(name))
 
 
 def find_copy(name: str, revision: str | None) -> Path | None:
@@ -105,7 +104,7 @@ def _find_own(name: str) -> Path | None:
 
 def is_architecture(name: str) -> bool:
     """Whether the name is `random:` and a published architecture, of which only the configuration is bundled."""
-    return name.startswith(RANDOM) and name.removeprefix(RANDOM) in list_architectures()
+    return is_random(name) and name.removeprefix(RANDOM) in list_architectures()
 
 
 def _fetch(source: str, *, weights: bool) -> Path:
@@ -162,7 +161,7 @@ def check_files(name: str, folder: Path) -> None:
             f"model '{name}' has no tokenizer: none of {', '.join(TOKENIZERS)} is in {folder}. "
             "Save it there with tokenizer.save_pretrained."
         )
-    if name.startswith(RANDOM) or any(folder.glob("*.safetensors")):
+    if is_random(name) or any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise UserError(
@@ -186,7 +185,7 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def hash_model(name: str, folder: Path) -> str:
     """SHA-256 of configuration and weights; for random weights, of the configuration, which determines them."""
-    if name.startswith(RANDOM):
+    if is_random(name):
         return hash_text(RANDOM + hash_files([folder / "config.json"]))
     return hash_files([folder / "config.json", *folder.glob("generation_config.json"), *folder.glob("*.safetensors")])
 

@@ -27,7 +27,6 @@ from kvbench.hf.config import (
     read_document,
 )
 from kvbench.hf.find import (
-    RANDOM,
     check_device,
     check_files,
     find_folder,
@@ -42,7 +41,7 @@ from kvbench.hf.proof import prove, prove_bidirectional, refuse_config
 from kvbench.hf.rope import Rope, max_length
 from kvbench.log import say
 from kvbench.method import ModelKind
-from kvbench.models.sources import result_id
+from kvbench.models.sources import RANDOM, is_random, result_id
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Model:
     @property
     def random(self) -> bool:
         """Whether the weights are random, so that only memory and speed are meaningful."""
-        return self.id.startswith(RANDOM)
+        return is_random(self.id)
 
     @cached_property
     def attentions(self) -> tuple[nn.Module, ...]:
@@ -206,7 +205,7 @@ def load_model(
         with quiet():
             tokenizer = None if is_architecture(name) else _tokenizer(folder, document)
             module = (
-                _random(config, kind, device) if name.startswith(RANDOM)
+                _random(config, kind, device) if is_random(name)
                 else _trained(name, folder, config, kind, device_map, weight_names(document))
             )
     except UserError:

@@ -10,6 +10,7 @@ from kvbench.machine import cache_folder
 
 MB = 1e6
 RANDOM = "random:"
+"""Before the name of a model: random weights in place of its own."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ SOURCES = {x.name: x for x in (
 def models_folder() -> Path:
     """The folder in the user's cache that holds added models."""
     return cache_folder() / "models"
+
+
+def is_random(name: str) -> bool:
+    """Whether a model has random weights, from its name or its id in results."""
+    return name.startswith(RANDOM)
 
 
 def match_source(name: str) -> ModelSource | None:

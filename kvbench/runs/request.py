@@ -13,7 +13,7 @@ from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
 from kvbench.errors import MOST_SAMPLES, MOST_SEED, UserError, check_number, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
-from kvbench.models.sources import find_added, list_added, refuse_missing
+from kvbench.models.sources import RANDOM, find_added, is_random, list_added, refuse_missing
 from kvbench.registry import find_method, find_task, list_architectures, list_models, list_ops
 from kvbench.runs.generation import read_generation
 from kvbench.runs.options import Request
@@ -83,7 +83,7 @@ def resolve(request: Request) -> ResolvedRequest:
     read_batch(request.batch)
     task.check_samples(request.samples)
     task.check_turns(protocol.turns)
-    if request.device_map is not None and request.model.startswith("random:"):
+    if request.device_map is not None and is_random(request.model):
         raise UserError(f"model '{request.model}' has no files for a device map. Leave --device-map out.")
     method_class = find_method(request.method)
     _check_operations(request, method_class)
@@ -257,7 +257,7 @@ def check_model(name: str) -> None:
     Raises:
         UserError: neither a bundled model, nor a folder, nor in the form of a path or a hub id.
     """
-    source = name.removeprefix("random:")
+    source = name.removeprefix(RANDOM)
     if name != source and source in list_architectures():
         raise UserError(
             f"model '{name}' has no tokenizer: it is for `kvbench bench` and `kvbench plan`. For a task give random: "

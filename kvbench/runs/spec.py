@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 
+from kvbench.models.sources import is_random
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.task import Mode
 
@@ -77,6 +78,11 @@ class ModelSpec(Record):
     def of(cls, model: Model) -> Self:
         """The identity of a loaded model."""
         return cls(**{name: getattr(model, name) for name in cls.model_fields})
+
+    @property
+    def random(self) -> bool:
+        """Whether its weights are random, so that its answers have no score."""
+        return is_random(self.id)
 
 
 class DenoisingSpec(Record):

@@ -18,6 +18,7 @@ from kvbench.kernels.choice import using
 from kvbench.leaderboard.submission.outcome import RefusedError, quote, refusing_errors
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method, find_known_task
 from kvbench.leaderboard.verification.result import allow_rounding, differences
+from kvbench.models.sources import RANDOM
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
@@ -44,7 +45,7 @@ def load_rerun_model(spec: RunSpec) -> Model:
     folder = find_copy(spec.model.id, spec.model.revision)
     if folder is None:
         raise UnverifiableError(f"model {quote(spec.model.id)} is not on this machine")
-    name = f"random:{folder}" if spec.model.id.startswith("random:") else str(folder)
+    name = f"{RANDOM}{folder}" if spec.model.random else str(folder)
     device = "cuda" if spec.device == "cuda" and torch.cuda.is_available() else "cpu"
     try:
         return replace(load_model(name, device, spec.model.dtype), id=spec.model.id)

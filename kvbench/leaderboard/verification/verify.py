@@ -174,7 +174,7 @@ def _check_content(found: CheckedBundle, bundle: Bundle) -> Iterator[Check]:
     size, check = check_model(spec, card, folder)
     yield check
     scorer = next(x for x in task.scorers if x.id == spec.task.scorer)
-    random = spec.model.id.startswith("random:")
+    random = spec.model.random
     if method is not None and (method.is_exact or random) and any(x.agreement is not None for x in bundle.lines):
         whose = f"{spec.method.name} on random weights" if random else spec.method.name
         raise RefusedError("agreement", f"{whose} is not compared with the full cache, and it has an agreement")
