@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.errors import UserError
-from kvbench.runs.files import read_file, read_lines
+from kvbench.runs.files import has_journal, read_file, read_lines
 from kvbench.runs.journal import Line
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
@@ -76,7 +76,7 @@ def read_asked(folders: Sequence[Path]) -> CommonQuestions:
         raise UserError(f"the runs belong to different tasks ({', '.join(tasks)}). Give two runs of one task.")
     found = [
         {(x.index, x.turn, x.prompt_hash): x for x in read_lines(folder / "samples.jsonl")}
-        for folder in folders if (folder / "samples.jsonl").exists() or (folder / "samples.jsonl.gz").exists()
+        for folder in folders if has_journal(folder / "samples.jsonl")
     ]
     if len(found) < len(folders) or not all(found):
         raise UserError("a run has no answers in its journal. Delete its result.json, if there is one, and run it.")

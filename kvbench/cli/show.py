@@ -93,7 +93,7 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
     from kvbench.analysis.load import load_run
     from kvbench.cli.results import print_result
     from kvbench.runs.command import write_command
-    from kvbench.runs.files import finished_samples, read_file, read_lines
+    from kvbench.runs.files import finished_samples, has_journal, read_file, read_lines
     from kvbench.runs.spec import RunSpec
 
     spec = read_file(folder / "spec.json", RunSpec)
@@ -101,8 +101,8 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
     if finished:
         result = load_run(folder).result
         print_result(result, folder)
-    journal = any((folder / x).exists() for x in ("samples.jsonl", "samples.jsonl.gz"))
-    done = len(finished_samples(read_lines(folder / "samples.jsonl"))) if journal and not finished else 0
+    journal = folder / "samples.jsonl"
+    done = len(finished_samples(read_lines(journal))) if has_journal(journal) and not finished else 0
     if not finished:
         print_table("", (spec.run_id, "not finished"), [("samples", f"{done} of {spec.samples}")])
     own = _list_own(spec)

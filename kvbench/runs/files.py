@@ -43,18 +43,21 @@ class SaveError(UserError):
 class Journal:
     """samples.jsonl, open for appending complete samples.
 
-    Opening it drops incomplete lines and incomplete samples that an interrupted run left.
+    Opening it drops incomplete lines and incomplete samples that an interrupted run left, and unpacks a packed journal.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = [] if not path.exists() else read_lines(path)
+        self.lines = read_lines(path) if has_journal(path) else []
         self.finished = finished_samples(self.lines)
         self.lines = [x for x in self.lines if x.index in self.finished]
         text = "".join(f"{x.model_dump_json()}\n" for x in self.lines)
-        if path.exists() and path.read_bytes() != text.encode():
+        packed = not path.exists()
+        if text.encode() != (b"" if packed else path.read_bytes()):
             write_atomic(path, text)
         with saving(path):
+            if packed:
+                _packed(path).unlink(missing_ok=True)
             self._file = path.open("ab", buffering=0)
 
     def append(self, lines: Sequence[Line]) -> None:
@@ -81,6 +84,15 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def has_journal(path: Path) -> bool:
+    """Whether a journal is there and not empty; curated results pack it as samples.jsonl.gz."""
+    return any(x.is_file() and x.stat().st_size > 0 for x in (path, _packed(path)))
+
+
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -124,8 +136,8 @@ def _read_line(part: bytes, kind: type[L], path: Path) -> L:
 
 
 def _read_journal(path: Path) -> bytes:
-    """The bytes of a journal, which curated results store as samples.jsonl.gz."""
-    packed = path.with_name(f"{path.name}.gz")
+    """The bytes of a journal, packed or not."""
+    packed = _packed(path)
     if path.exists() or not packed.exists():
         return path.read_bytes()
     with gzip.open(packed) as file:

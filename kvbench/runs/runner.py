@@ -15,7 +15,7 @@ from kvbench.log import count, say
 from kvbench.runs.batch import count_contexts, run_batch, run_one
 from kvbench.runs.environment import find_machine
 from kvbench.runs.examples import make_examples
-from kvbench.runs.files import Journal, locked, read_file, saving, write_record
+from kvbench.runs.files import Journal, has_journal, locked, read_file, saving, write_record
 from kvbench.runs.job import Job
 from kvbench.runs.results import Result
 from kvbench.runs.spec import RunSpec
@@ -122,8 +122,7 @@ def _claim_folder(job: Job) -> None:
     Raises:
         UserError: they were not, no file says so, or the folder is of another run.
     """
-    path, journal = job.folder / "spec.json", job.folder / "samples.jsonl"
-    has_lines = journal.exists() and journal.stat().st_size
+    path, has_lines = job.folder / "spec.json", has_journal(job.folder / "samples.jsonl")
     if has_lines and not path.exists():
         raise UserError(
             f"{job.folder} holds samples without spec.json, which names the code that computed them, and one result "

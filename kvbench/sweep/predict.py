@@ -12,7 +12,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.choice import using
 from kvbench.registry import find_method
 from kvbench.runs.examples import make_examples
-from kvbench.runs.files import finished_samples, read_lines
+from kvbench.runs.files import finished_samples, has_journal, read_lines
 from kvbench.runs.job import Job
 from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.prepare import prepare
@@ -63,7 +63,7 @@ def _missing(job: Job) -> int:
     if (job.folder / "result.json").exists():
         return 0
     path = job.folder / "samples.jsonl"
-    done = finished_samples(read_lines(path)) if path.exists() else set()
+    done = finished_samples(read_lines(path)) if has_journal(path) else set()
     return len(set(range(job.spec.samples)) - done)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,17 @@ def test_a_journal_cut_at_any_byte_is_completed(tmp_path, cut):
     journal.close()
     assert resume(path) == LINES
     assert path.read_bytes() == WHOLE
+
+
+def test_a_packed_journal_is_completed(tmp_path):
+    """Curated results pack it: the command that continues their run computes no sample again."""
+    path, packed = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.gz"
+    packed.write_bytes(gzip.compress(WHOLE[: ENDS[TURNS - 1]]))
+    journal = Journal(path)
+    assert journal.finished == {0}
+    assert (path.read_bytes(), packed.exists()) == (WHOLE[: ENDS[TURNS - 1]], False)
+    journal.close()
+    assert resume(path) == LINES
 
 
 @given(at=st.integers(0, len(WHOLE) - 1), byte=st.integers(0, 255))
