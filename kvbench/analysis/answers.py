@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.analysis.compare import require_one_task
 from kvbench.errors import UserError
 from kvbench.runs.files import has_journal, read_file, read_lines
 from kvbench.runs.journal import Line
@@ -71,9 +72,7 @@ def read_asked(folders: Sequence[Path]) -> CommonQuestions:
         UserError: runs of different tasks, no answers, or no common question.
     """
     specs = tuple(read_file(x / "spec.json", RunSpec) for x in folders)
-    tasks = sorted({x.task.name for x in specs})
-    if len(tasks) > 1:
-        raise UserError(f"the runs belong to different tasks ({', '.join(tasks)}). Give two runs of one task.")
+    require_one_task(x.task.name for x in specs)
     found = [
         {(x.index, x.turn, x.prompt_hash): x for x in read_lines(folder / "samples.jsonl")}
         for folder in folders if has_journal(folder / "samples.jsonl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -96,12 +96,7 @@ def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
     Raises:
         UserError: the runs belong to different tasks.
     """
-    tasks = sorted({x.result.task.name for x in runs})
-    if len(tasks) > 1:
-        raise UserError(
-            f"the runs belong to different tasks ({', '.join(tasks)}), so their scores cannot be compared. Give runs "
-            "of one task."
-        )
+    require_one_task(x.result.task.name for x in runs)
     found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
     documents = [x.result.model_dump(mode="json") for x in runs]
     for name in PROTOCOL:
@@ -109,6 +104,20 @@ def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
         if any(x != values[0] for x in values):
             found.append(f"{name} differs: {', '.join(map(str, values))}")
     return found
+
+
+def require_one_task(names: Iterable[str]) -> None:
+    """Refuse runs of different tasks.
+
+    Raises:
+        UserError: these names of their tasks differ.
+    """
+    tasks = sorted(set(names))
+    if len(tasks) > 1:
+        raise UserError(
+            f"the runs belong to different tasks ({', '.join(tasks)}), so they cannot be compared. Give runs of one "
+            "task."
+        )
 
 
 def describe_code(runs: Sequence[FinishedRun]) -> str | None:

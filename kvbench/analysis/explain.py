@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvbench.analysis.compare import PROTOCOL, compare_pair, look
+from kvbench.analysis.compare import PROTOCOL, compare_pair, look, require_one_task
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
@@ -66,12 +66,7 @@ def find_changes(first: FinishedRun, other: FinishedRun) -> list[Change]:
     Raises:
         UserError: the runs belong to different tasks.
     """
-    names = [first.result.task.name, other.result.task.name]
-    if names[0] != names[1]:
-        raise UserError(
-            f"the runs belong to different tasks ({', '.join(names)}), so their scores cannot be compared. Give runs "
-            "of one task."
-        )
+    require_one_task(x.result.task.name for x in (first, other))
     asked, wanted = (write_request(x.result.spec) for x in (first, other))
     changes = [_try(*x) for x in _differ(asked, wanted)]
     return [*changes, *_find_fixed(first, other, {x.name for x in changes})]
