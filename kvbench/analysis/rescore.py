@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +15,9 @@ from kvbench.runs.journal import Line
 from kvbench.runs.request import find_scorer
 from kvbench.runs.results import Score
 from kvbench.runs.schema import SCHEMA_VERSION
-from kvbench.runs.spec import Record, RunSpec
+from kvbench.runs.spec import Record, RunSpec, TaskSpec
 from kvbench.runs.summary import score_lines
+from kvbench.task import Scorer, Task
 
 
 class Rescored(Record):
@@ -50,37 +52,14 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
     spec = read_file(folder / "spec.json", RunSpec)
     if spec.model.random:
         raise UserError(f"run {folder} used random weights, so its answers have no score.")
-    if task_name is None:
-        hint = "If you trust its file, give --task path/to/file.py:Class or path/to/task.toml."
-        refuse_unregistered("task", spec.task.name, hint)
-    task = find_task(task_name or spec.task.name)
-    if task.name != spec.task.name:
-        raise UserError(
-            f"run {folder} belongs to task {spec.task.name}, not to {task.name}. Give the file of its own task."
-        )
-    if task.version != spec.task.version:
-        say(f"warning: the run used {task.name} version {spec.task.version}; it is scored with version {task.version}.")
+    task = _find_task(folder, spec.task, task_name)
     scorer = find_scorer(task, scorer_id or spec.task.scorer)
     lines = read_lines(folder / "samples.jsonl")
     finished = finished_samples(lines)
     lines = [x for x in lines if x.index in finished]
     if not lines:
         raise UserError(f"run {folder} has no samples yet. Run its command again to continue it.")
-    of_example = {x.index: x.facts for x in lines if x.turn == 0}
-
-    def judge(line: Line) -> float | None:
-        if line.prediction is None:
-            return None
-        facts = {**of_example[line.index], **line.facts}
-        if missing := [x for x in scorer.facts if x not in facts]:
-            raise UserError(
-                f"run {folder} has no {', '.join(missing)} in its journal, which scorer {scorer.id} needs; it was made "
-                "with another version of the task. Run it again."
-            )
-        return scorer(line.prediction, line.references, facts)
-
-    failed = {x.index for x in lines if x.error is not None}
-    values = {(x.index, x.turn): judge(x) for x in lines if x.index not in failed}
+    values = _score_answers(folder, scorer, lines)
     scored = {index for (index, _), value in values.items() if value is not None}
     if values and not scored:
         raise UserError(
@@ -97,3 +76,38 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
         path.parent.mkdir(exist_ok=True)
     write_record(path, record)
     return record, path
+
+
+def _find_task(folder: Path, stated: TaskSpec, name: str | None) -> type[Task]:
+    if name is None:
+        hint = "If you trust its file, give --task path/to/file.py:Class or path/to/task.toml."
+        refuse_unregistered("task", stated.name, hint)
+    task = find_task(name or stated.name)
+    if task.name != stated.name:
+        raise UserError(
+            f"run {folder} belongs to task {stated.name}, not to {task.name}. Give the file of its own task."
+        )
+    if task.version != stated.version:
+        say(f"warning: the run used {task.name} version {stated.version}; it is scored with version {task.version}.")
+    return task
+
+
+def _score_answers(folder: Path, scorer: Scorer, lines: Sequence[Line]) -> dict[tuple[int, int], float | None]:
+    """The scores of answers by sample and turn; samples that failed have none."""
+    failed = {x.index for x in lines if x.error is not None}
+    of_example = {x.index: x.facts for x in lines if x.turn == 0}
+    values: dict[tuple[int, int], float | None] = {}
+    for line in lines:
+        if line.index in failed:
+            continue
+        values[line.index, line.turn] = None
+        if line.prediction is None:
+            continue
+        facts = {**of_example[line.index], **line.facts}
+        if missing := [x for x in scorer.facts if x not in facts]:
+            raise UserError(
+                f"run {folder} has no {', '.join(missing)} in its journal, which scorer {scorer.id} needs; it was made "
+                "with another version of the task. Run it again."
+            )
+        values[line.index, line.turn] = scorer(line.prediction, line.references, facts)
+    return values
