@@ -26,6 +26,7 @@ from kvbench.check.trial import (
     record_context,
     require_close,
     require_same_entries,
+    rounds_entries,
     rounds_scores,
     selects_by_rounding,
     talk,
@@ -93,7 +94,7 @@ def chunks_do_not_matter(method: Method) -> str:
         with open_at_budget(method, model, track=True) as whole:
             logits, kept = whole.prefill(CONTEXT), find_entries(whole)
             scores = whole.score(FORCED)
-            rounds = method.budget_kind is BudgetKind.BITS or has_rounded(whole.effect())
+            rounds = rounds_entries(method, whole)
         cost = allow_rounding(model, lambda x: x.score(FORCED), scores) if rounds else 0.0
         recording = record_context(method, model) if rounds_scores() else None
         for chunk in sizes:
@@ -126,7 +127,7 @@ def _compare_questions(method: Method) -> float:
     with open_at_budget(method, model) as whole:
         whole.prefill(CONTEXT)
         wanted = ask(whole)
-        rounds = method.budget_kind is BudgetKind.BITS or has_rounded(whole.effect())
+        rounds = rounds_entries(method, whole)
     with open_at_budget(method, model) as parts:
         parts.prefill(CONTEXT)
         parts.chunk = 4
@@ -169,7 +170,7 @@ def batch_does_not_matter(method: Method) -> str:
     for i, context in enumerate(contexts):
         with open_at_budget(method, model) as session:
             logits, scores = session.prefill(context)[0], session.score(FORCED)[0]
-            rounds = method.budget_kind is BudgetKind.BITS or has_rounded(session.effect())
+            rounds = rounds_entries(method, session)
         cost = allow_rounding(model, lambda x: x.score(FORCED), scores, context) if rounds else 0.0
         worst = max(
             worst, require_close(logits, together[0][i], f"prefill of sequence {i + 1}"),

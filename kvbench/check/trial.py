@@ -239,6 +239,11 @@ def selects_by_rounding(method: Method) -> bool:
     return method.budget_kind is BudgetKind.READ and rounds_scores()
 
 
+def rounds_entries(method: Method, session: Session) -> bool:
+    """Whether the method stores quantized entries: by its kind, or by what the session's stores count."""
+    return method.budget_kind is BudgetKind.BITS or has_rounded(session.effect())
+
+
 def has_rounded(proof: Effect) -> bool:
     """Whether the stores count quantized entries."""
     return bool(proof.facts.get("entries_quantized"))

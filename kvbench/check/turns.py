@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.budget import Budget, BudgetKind
+from kvbench.budget import Budget
 from kvbench.check.trial import (
     CONTEXT,
     LENGTH,
@@ -17,11 +17,11 @@ from kvbench.check.trial import (
     allow_rounding,
     choose_budget,
     find_distance,
-    has_rounded,
     open_at_budget,
     open_session,
     random_ids,
     require_close,
+    rounds_entries,
     selects_by_rounding,
     talk,
 )
@@ -97,7 +97,7 @@ def forced_tokens_equal_decode_steps(method: Method) -> str:
         session.question(random_ids(5), len(ANSWER))
         steps = [session.logits, *(step_logits(session, one_token(model, x)) for x in ANSWER[:-1])]
         wanted = torch.cat([x for x in steps if x is not None])
-        rounds = method.budget_kind is BudgetKind.BITS or has_rounded(session.effect())
+        rounds = rounds_entries(method, session)
     cost = allow_rounding(model, force, wanted) if rounds else 0.0
     worst = require_close(forced, wanted, f"{len(ANSWER)} tokens", max(2 * TOLERANCE[torch.float32], cost))
     return f"{len(ANSWER)} tokens, worst logit difference {worst:.1e}"
