@@ -64,10 +64,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def describe_error(error: BaseException) -> str:
-    """An exception's type, the first line of its message, and the line of a user's file that it came from."""
+def describe_error(error: BaseException, module: str = FILE_MODULE) -> str:
+    """An exception's type, the first line of its message, and the line of a user's file that it came from.
+
+    module: as in `find_own_line`.
+    """
     message = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {message}{find_own_line(error)}"
+    return f"{type(error).__name__}: {message}{find_own_line(error, module)}"
 
 
 def find_own_line(error: BaseException, module: str = FILE_MODULE) -> str:

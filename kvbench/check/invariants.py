@@ -16,7 +16,7 @@ import torch
 from kvbench.check import diffusion, footprint, logits, reuse, traces, turns
 from kvbench.check.trial import NotApplicableError, UntestableError
 from kvbench.diffusion.policy import Policy
-from kvbench.errors import find_own_line
+from kvbench.errors import describe_error, find_own_line
 from kvbench.hf.tiny import placed
 from kvbench.method import Method
 
@@ -100,7 +100,6 @@ def _try_all(kind: type[Method], settings: dict[str, object]) -> list[InvariantO
         except AssertionError as failure:
             detail, passed = (str(failure) or "an assertion failed") + find_own_line(failure, kind.__module__), False
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's method may raise anything
-            text = str(error).splitlines()[0] if str(error) else ""
-            detail, passed = f"{type(error).__name__}: {text}{find_own_line(error, kind.__module__)}", False
+            detail, passed = describe_error(error, kind.__module__), False
         outcomes.append(InvariantOutcome(name, passed, detail, time.perf_counter() - started))
     return outcomes
