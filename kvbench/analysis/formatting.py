@@ -179,6 +179,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def format_settings(settings: Mapping[str, object]) -> str:
+    """Settings with their names, in one line."""
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
 def format_share(share: float | None) -> str:
     """A share in percent; a dash for None."""
     return "-" if share is None else f"{share:.1%}"

@@ -10,6 +10,7 @@ from kvbench.analysis.formatting import (
     format_bytes,
     format_score,
     format_seconds,
+    format_settings,
     format_share,
     print_table,
 )
@@ -37,9 +38,8 @@ ENDINGS = {
 def print_result(result: Result, folder: Path) -> None:
     """Print the summary of one run."""
     spec, latency = result.spec, result.latency
-    settings = " ".join(f"{key}={value}" for key, value in spec.method.settings.items())
     rows = [
-        ("method", f"{spec.method.name} {settings}".strip()),
+        ("method", f"{spec.method.name} {format_settings(spec.method.settings)}".strip()),
         *([("calibration", calibration)] if (calibration := result.method.card.get("calibration")) else []),
         ("task", f"{spec.task.name}, {spec.task.length} tokens, {spec.split} split"),
         ("samples", format_samples(result)),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.analysis.formatting import format_share
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
 from kvbench.machine import load_extra
@@ -137,13 +138,12 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
     assert mean is not None, result.run_id
     metric = Metric.of(result.score)
     mean, low, high = (metric.scale(x) for x in (mean, *(ends or (mean, mean))))
-    stored, read = stored_share(result), read_share(result)
     return {
         "label": entry.label, "method": result.method.name, "technique": name_technique(result),
         "family": result.method.family, "score": mean, "low": low,
         "high": high, "cost": cost.read(result), "run": result.run_id, "rank": entry.rank,
         "shown": f"{mean:.3f} [{low:.3f}, {high:.3f}]" if ends else f"{mean:.3f}, no interval",
-        "stored": "-" if stored is None else f"{stored:.1%}", "read": "-" if read is None else f"{read:.1%}",
+        "stored": format_share(stored_share(result)), "read": format_share(read_share(result)),
         "token": _show(result.latency.tpot_s), "first": _show(result.latency.ttft_s),
     }
 

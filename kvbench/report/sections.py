@@ -9,7 +9,7 @@ from html import escape
 
 from kvbench.analysis.columns import find_columns, flatten, write_csv
 from kvbench.analysis.doubts import find_strict, group_doubts
-from kvbench.analysis.formatting import explain_no_score, format_p
+from kvbench.analysis.formatting import explain_no_score, format_p, format_settings
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
 from kvbench.analysis.significance import ALPHA, UNADJUSTED
@@ -110,15 +110,15 @@ def name_groups(results: Sequence[Result]) -> list[str]:
 def list_protocol(result: Result) -> list[tuple[str, str]]:
     """The fields that all runs of a group share, as text."""
     task, model, spec, where = result.task, result.model, result.spec, result.environment
-    settings = " ".join(f"{key}={value}" for key, value in task.settings.items())
     generation = spec.generation.model_dump(mode="json", exclude_none=True)
-    threads = "1 thread" if where.threads == 1 else f"{where.threads} threads"
-    machine = ", ".join(filter(None, [where.gpu, where.cpu, threads, f"{result.latency.timing} timing"]))
+    machine = ", ".join(filter(None, [
+        where.gpu, where.cpu, count(where.threads, "thread"), f"{result.latency.timing} timing",
+    ]))
     code = "" if task.code is None else f", code {task.code[:12]}"
     parts = "" if spec.parts is None else f", cut into parts of {spec.parts} tokens"
     prefill = "the whole prompt at once" if spec.chunk is None else f"{spec.chunk:,} tokens at a time"
     return [
-        ("task", f"{task.name} {task.version} ({task.suite}{code}) {settings}".strip()),
+        ("task", f"{task.name} {task.version} ({task.suite}{code}) {format_settings(task.settings)}".strip()),
         ("prompts", (
             f"{task.prompt_id}, {task.length:,} tokens, chat template {task.chat_template_sha or 'none'}, "
             f"BOS token from {task.bos}, truncation {task.truncation}, data {task.dataset_revision or 'generated'}"
@@ -220,10 +220,9 @@ def list_cells(entry: GroupedRun) -> list[TableCell]:
 def _describe_run(result: Result) -> list[TableCell]:
     where = result.environment
     commit = "-" if where.git is None else f"{where.git.commit[:12]}{' (uncommitted)' if where.git.dirty else ''}"
-    resolved = " ".join(f"{key}={value}" for key, value in result.budget.resolved.items())
     texts = (
-        result.run_id, " ".join(f"{key}={value}" for key, value in result.method.settings.items()) or "-",
-        f"{result.budget.asked or '-'} {resolved}",
+        result.run_id, format_settings(result.method.settings) or "-",
+        f"{result.budget.asked or '-'} {format_settings(result.budget.resolved)}",
         " ".join([result.kernels.implementation, *result.kernels.ops]), where.kvbench, where.torch,
         where.transformers, commit, where.started, f"{where.seconds:,.0f}",
     )
