@@ -123,6 +123,11 @@ def check_number(name: str, value: float, least: float = 1, most: float = MOST) 
         raise UserError(f"{name} {value} must be {most:,} or less.")
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number from 0 to MOST; one of thousands of digits, which int refuses, is none."""
+    return text.isdecimal() and len(text) <= len(str(MOST)) and int(text) <= MOST
+
+
 def suggest_file(path: Path) -> str:
     """A sentence that names the existing file with the most similar other name, with a leading space; or nothing."""
     try:

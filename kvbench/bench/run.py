@@ -31,7 +31,7 @@ from kvbench.bench.records import Bench, BenchCell, CopyBandwidth, Timing
 from kvbench.bench.state import Setting
 from kvbench.bench.timing import COPIED_BYTES, measure_copy
 from kvbench.budget import Budget
-from kvbench.errors import MOST, UserError, check_number, unknown
+from kvbench.errors import MOST, UserError, check_number, is_whole, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
 from kvbench.machine import free_bytes
@@ -40,7 +40,6 @@ from kvbench.runs.environment import find_environment
 from kvbench.runs.files import write_record
 from kvbench.runs.prepare import describe_method
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
-from kvbench.runs.schema import exceeds
 from kvbench.runs.spec import Implementation, ModelSpec
 from kvbench.settings import parse_pairs
 
@@ -205,7 +204,7 @@ def _check(request: BenchRequest) -> list[Timing]:
     if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
         raise UserError(f"--out '{request.out}' must be a file in an existing folder.")
     for batch in request.batches:
-        if batch != MAX and not (batch.isdecimal() and not exceeds(batch, MOST) and int(batch)):
+        if batch != MAX and not (is_whole(batch) and int(batch)):
             raise UserError(
                 f"batch '{batch[:80]}' must be a number from 1 to {MOST:,}, or max (the largest that fits)."
             )

@@ -10,8 +10,7 @@ import typer
 
 from kvbench.cli.options import Json, expand_home
 from kvbench.cli.output import echo, print_json
-from kvbench.errors import MOST, InterruptionError, UserError
-from kvbench.runs.schema import exceeds
+from kvbench.errors import MOST, InterruptionError, UserError, is_whole
 
 if TYPE_CHECKING:
     from kvbench.bench.forecast import Forecast, MethodForecast
@@ -198,7 +197,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
     parts = _split(text)
-    if not all(x.isdecimal() and not exceeds(x, MOST) for x in parts):
+    if not all(map(is_whole, parts)):
         raise UserError(
             f"{option} '{text[:80]}' must be whole numbers from 1 to {MOST:,}, such as 4096 or 4096,32768."
         )

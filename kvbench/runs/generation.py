@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvbench.errors import UserError, check_number, unknown
+from kvbench.errors import MOST, UserError, is_whole, unknown
 from kvbench.runs.spec import DenoisingSpec, GenerationSpec
 
 
@@ -25,9 +25,8 @@ def read_generation(given: dict[str, str]) -> GenerationSpec:
 
 
 def _whole(key: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--gen {key}={text} must be a whole number, 1 or more.")
-    check_number(f"--gen {key}", int(text))
+    if not is_whole(text) or not int(text):
+        raise UserError(f"--gen {key}={text[:80]} must be a whole number, 1 or more, at most {MOST:,}.")
     return int(text)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from kvbench.budget import DEFAULT_BUDGET, Budget, BudgetKind
-from kvbench.errors import MOST_SAMPLES, MOST_SEED, UserError, check_number, unknown
+from kvbench.errors import MOST, MOST_SAMPLES, MOST_SEED, UserError, check_number, is_whole, unknown
 from kvbench.kernels.choice import IMPLEMENTATIONS, REST
 from kvbench.method import Method
 from kvbench.models.sources import RANDOM, find_added, is_random, list_added, refuse_missing
@@ -146,13 +146,15 @@ def read_batch(text: str | None) -> int | None:
     """The number of `--batch`; None: `auto`.
 
     Raises:
-        UserError: neither a number from 1 on nor `auto`.
+        UserError: neither a number from 1 to MOST nor `auto`.
     """
     if text == "auto":
         return None
-    if text is not None and (not text.isdecimal() or int(text) < 1):
-        raise UserError(f"batch '{text}' must be a whole number, 1 or more, or auto.")
-    return 1 if text is None else int(text)
+    if text is None:
+        return 1
+    if not is_whole(text) or not int(text):
+        raise UserError(f"batch '{text[:80]}' must be a whole number, 1 or more, or auto; at most {MOST:,}.")
+    return int(text)
 
 
 def _check_numbers(request: Request, length: int) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import DeviceLostError, UserError, describe_error, unknown
+from kvbench.errors import DeviceLostError, UserError, describe_error, is_whole, unknown
 from kvbench.log import say
 from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, group_cells, run_group
 from kvbench.sweep.gpu import count_beside, gives_times
@@ -229,7 +229,7 @@ def _dashboard(address: str) -> bool | None:
 def _check_address(address: str) -> None:
     """Fail fast if no cluster responds at the address; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    if not host or "/" in host or not is_whole(port):
         raise UserError(f"Ray address '{address}' is not HOST:PORT. Use for example --address 10.0.0.1:6379.")
     hint = "Start one with `ray start --head`, or leave out --address to start a cluster on this machine."
     try:

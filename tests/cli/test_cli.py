@@ -87,6 +87,14 @@ def test_a_bad_request_is_refused(kvbench, arguments, tmp_path, options, message
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("option", ["--batch=", "--gen=max_new_tokens="])
+def test_a_number_of_too_many_digits_is_refused(kvbench, arguments, option):
+    """Python's int refuses more than 4,300 with another error."""
+    answer = kvbench(*arguments, "--method", LAST, option + "9" * 5000)
+    assert answer.code == 2
+    assert "must be a whole number, 1 or more" in answer.err.splitlines()[-1]
+
+
 def test_an_impossible_output_folder_is_refused(kvbench, arguments, tmp_path):
     """Before a model is loaded."""
     (tmp_path / "file").write_text("")
