@@ -10,7 +10,7 @@ from kvbench.analysis.compare import Difference, compare_runs, describe_code, fi
 from kvbench.analysis.load import find_run, load_run
 from kvbench.errors import InterruptionError, UserError
 from kvbench.log import say
-from kvbench.runs.command import write_setting
+from kvbench.runs.command import write_settings
 from kvbench.runs.options import Option, Request, list_options
 from kvbench.runs.prepare import prepare
 from kvbench.runs.results import Result
@@ -67,7 +67,7 @@ def _make_request(given: Mapping[str, Any], out: Path) -> Request:
             value = str(value)
         _check_type(option, value)
         if option.repeatable:
-            value = tuple(f"{key}={write_setting(x)}" for key, x in value.items())
+            value = write_settings(value)
         values[option.name] = value
     return Request(**values, out=out)
 

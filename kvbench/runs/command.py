@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 
 from kvbench.runs.options import Request, list_options
 from kvbench.runs.spec import RunSpec
@@ -21,14 +22,16 @@ def write_request(spec: RunSpec) -> Request:
         history=spec.history, recompress=spec.recompress,
         template="none" if spec.task.chat_template_sha is None else "own", scorer=spec.task.scorer, split=spec.split,
         length=spec.task.length, samples=spec.samples, turns=spec.turns, parts=spec.parts, seed=spec.seed,
-        method_settings=_pairs(spec.method.settings), task_settings=_pairs(spec.task.settings),
-        generation=_pairs({key: value for key, value in generation.items() if value is not None}), chunk=spec.chunk,
+        method_settings=write_settings(spec.method.settings), task_settings=write_settings(spec.task.settings),
+        generation=write_settings({key: value for key, value in generation.items() if value is not None}),
+        chunk=spec.chunk,
         batch=None if spec.batch == 1 else str(spec.batch), kernels=spec.kernels, dtype=spec.model.dtype,
         suite=spec.suite,
     )
 
 
-def _pairs(settings: dict[str, object]) -> tuple[str, ...]:
+def write_settings(settings: Mapping[str, object]) -> tuple[str, ...]:
+    """Settings as `key=value` for `--set`."""
     return tuple(f"{key}={write_setting(value)}" for key, value in settings.items())
 
 
