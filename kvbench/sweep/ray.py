@@ -63,8 +63,9 @@ def connected(address: str | None) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("local", "auto"):
         _check_address(address)
+    dashboard = False if address == "local" else None  # None: Ray's default
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=_dashboard(address))
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=dashboard)
     except Exception as error:
         raise UserError(
             f"Ray at '{address}' cannot be used: {describe_error(error).rstrip('.')}. Check it with `ray status`; a "
@@ -220,10 +221,6 @@ def _make_queue() -> Any:
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(num_cpus=0, scheduling_strategy=here)(MessageQueue).remote()
-
-
-def _dashboard(address: str) -> bool | None:
-    return False if address == "local" else None
 
 
 def _check_address(address: str) -> None:
