@@ -13,22 +13,22 @@ from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
 from kvbench.log import count
+from kvbench.method import ModelKind
 from kvbench.report.group import Axis, name_question, name_training
 from kvbench.runs.results import Result
 from kvbench.runs.spec import Visibility
 from kvbench.task import Mode
 
-SHOWN = 3
-MOST_SHOWN = 8
-"""Techniques shown with their runs: at least the first, and as many as share the first place up to the second."""
+LEAST_SHOWN, MOST_SHOWN = 3, 8
+"""Techniques shown with their runs: as many as share the first place, within these limits."""
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 LIMITED = {
     Axis.STORED: ("stores", "of the full cache"), Axis.READ: ("reads", "of the full cache per decode step"),
     Axis.COMPUTED: ("computes", "of the positions per denoising step"),
 }
-
-BASELINES = "the full cache", "no cache"
-"""Names of the runs that others are compared with: for a diffusion model, decoding without a cache."""
+"""The verb of a limit on each axis, and the whole that its share is of."""
+BASELINES: dict[ModelKind, str] = {"autoregressive": "the full cache", "diffusion": "no cache"}
+"""Names of the runs that others are compared with, by the kind of the model."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Suggestion:
     @property
     def shown(self) -> tuple[Technique, ...]:
         """The techniques that are shown with their runs."""
-        return self.techniques[:min(max(SHOWN, len(self.best)), MOST_SHOWN)]
+        return self.techniques[:min(max(LEAST_SHOWN, len(self.best)), MOST_SHOWN)]
 
     @property
     def verdict(self) -> str:
@@ -219,7 +219,7 @@ def describe_lead(technique: Technique, answer: Suggestion) -> str:
 
 def name_baseline(result: Result) -> str:
     """Name of the run that all others of a protocol are compared with."""
-    return BASELINES[result.model.kind == "diffusion"]
+    return BASELINES[result.model.kind]
 
 
 def describe_standing(standing: Standing) -> dict[str, str]:
@@ -234,7 +234,7 @@ def describe_standing(standing: Standing) -> dict[str, str]:
         "95 % interval": "-" if score.ci95 is None else metric.write_interval(score.ci95),
         **{
             f"against {x}": "-" if difference == "-" or x != name_baseline(result) else f"{difference} {interval}"
-            for x in BASELINES
+            for x in BASELINES.values()
         },
         "verdict": verdict or "-",
         **{name: format_share(x) for name, x in shares.items()},

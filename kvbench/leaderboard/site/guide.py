@@ -41,7 +41,7 @@ LIMITS = {
 DEFAULT = Axis.STORED, 0.25
 OPTIONS = {Axis.STORED: "memory", Axis.READ: "read", Axis.COMPUTED: "computed"}
 """Options of `kvbench suggest`."""
-COLUMNS = *(f"against {x}" for x in BASELINES), "verdict", "stored", "read", "computed", "per token"
+COLUMNS = *(f"against {x}" for x in BASELINES.values()), "verdict", "stored", "read", "computed", "per token"
 """Columns of the evidence, as `describe_standing` names them, after protocol and score."""
 FIELDS = "protocol", "score", "95 % interval", *COLUMNS, "since", "page", "group"
 """Texts of a run: those of `describe_standing`, and the addresses of its page and of its protocol's."""
