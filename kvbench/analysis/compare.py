@@ -100,7 +100,7 @@ def find_conflicts(runs: Sequence[FinishedRun]) -> list[str]:
     found = [f"{x.result.run_id} failed: {x.result.error}" for x in runs if x.result.status == "failed"]
     documents = [x.result.model_dump(mode="json") for x in runs]
     for name in PROTOCOL:
-        values = [look(x, name) for x in documents]
+        values = [get_field(x, name) for x in documents]
         if any(x != values[0] for x in values):
             found.append(f"{name} differs: {', '.join(map(str, values))}")
     return found
@@ -149,7 +149,7 @@ def name_protocol(result: Result) -> str:
 
 
 def _join(document: object, names: Sequence[str]) -> str:
-    return json.dumps([look(document, x) for x in names], sort_keys=True)
+    return json.dumps([get_field(document, x) for x in names], sort_keys=True)
 
 
 def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Difference]:
@@ -298,7 +298,7 @@ def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple
     return pairs
 
 
-def look(document: object, name: str) -> object:
+def get_field(document: object, name: str) -> object:
     """A field of a document by its dotted name; None if it is missing."""
     for part in name.split("."):
         document = document[part] if isinstance(document, dict) else None

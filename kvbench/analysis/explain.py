@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvbench.analysis.compare import PROTOCOL, compare_pair, look, require_one_task
+from kvbench.analysis.compare import PROTOCOL, compare_pair, get_field, require_one_task
 from kvbench.analysis.load import FinishedRun
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
@@ -142,7 +142,7 @@ def _find_fixed(first: FinishedRun, other: FinishedRun, asked: set[str]) -> Iter
     documents = [x.result.model_dump(mode="json") for x in (first, other)]
     code = [f"spec.{group}.{x}" for group in ("versions", "sources") for x in documents[0]["spec"][group]]
     for place in (*PROTOCOL, *code):
-        a, b = (look(x, place) for x in documents)
+        a, b = (get_field(x, place) for x in documents)
         if a != b and not _follows(place, asked):
             yield Change(place, _text(a), _text(b), None, _reason(place) or "follows from another difference")
 

@@ -24,8 +24,8 @@ from kvbench.analysis.compare import (
     find_conflicts,
     find_full,
     find_regressions,
+    get_field,
     is_full,
-    look,
     name_protocol,
     name_questions,
     rank_runs,
@@ -358,7 +358,7 @@ def test_every_field_of_the_protocol_exists(result):
     document = result.model_dump(mode="json")
     for name in PROTOCOL:
         *parents, last = name.split(".")
-        assert last in (look(document, ".".join(parents)) if parents else document), name
+        assert last in (get_field(document, ".".join(parents)) if parents else document), name
 
 
 MAY_DIFFER = {

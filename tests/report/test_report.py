@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.analysis.columns import flatten
-from kvbench.analysis.compare import PROTOCOL, look, name_protocol
+from kvbench.analysis.compare import PROTOCOL, get_field, name_protocol
 from kvbench.analysis.load import load_run
 from kvbench.analysis.metrics import Metric
 from kvbench.analysis.shares import read_share, stored_share
@@ -205,8 +205,8 @@ def test_a_title_names_every_field_that_divides_groups(groups, field):
     """Two tables with the same heading could not be told apart."""
     result = groups[0][0].result
     document = result.model_dump(mode="json")
-    value, (*parents, name) = look(document, field), field.split(".")
-    inner = look(document, ".".join(parents)) if parents else document
+    value, (*parents, name) = get_field(document, field), field.split(".")
+    inner = get_field(document, ".".join(parents)) if parents else document
     inner[name] = CHANGED[field] if field in CHANGED else f"x{value}" if value is None or isinstance(value, str) else (
         not value if isinstance(value, bool) else value + 1
     )
