@@ -122,7 +122,7 @@ def _run_together(job: Job, group: Sequence[Sample], shared: SharedPrefill | Non
 
 
 def run_one(
-    job: Job, sample: Sample, shared: SharedPrefill | None, *, agreement: bool = True
+    job: Job, sample: Sample, shared: SharedPrefill | None = None, *, agreement: bool = True
 ) -> tuple[list[Line], str | None]:
     """Run one sample, one question at a time. Returns its lines and the traceback of its failure."""
     try:

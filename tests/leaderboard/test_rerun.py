@@ -406,7 +406,7 @@ def test_invalid_options_are_user_errors(kvbench, snapkv, options, reason, monke
 def test_the_progress_of_a_rerun_begins_with_no_sample(snapkv, monkeypatch):
     """The time left is estimated from the first report on, so the first sample counts."""
     monkeypatch.setattr(rerun_job, "make_examples", lambda job, wanted: [(x, None, None) for x in wanted])
-    monkeypatch.setattr(rerun_job, "run_sample", lambda *_: [])
+    monkeypatch.setattr(rerun_job, "run_one", lambda *_: ([], None))
     reported = []
     rerun_job.rerun_samples(snapkv.job, [4, 7], reported.append)
     assert reported == [0, 1, 2]

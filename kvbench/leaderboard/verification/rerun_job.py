@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvbench.diffusion.sample import fill_sample
 from kvbench.errors import UserError
 from kvbench.hf import find_copy, load_model
 from kvbench.kernels.choice import using
@@ -19,13 +18,12 @@ from kvbench.leaderboard.submission.outcome import RefusedError, quote, refusing
 from kvbench.leaderboard.verification.lookup import UnverifiableError, find_known_method, find_known_task
 from kvbench.leaderboard.verification.result import allow_rounding, differences
 from kvbench.models.sources import RANDOM
+from kvbench.runs.batch import run_one
 from kvbench.runs.command import write_request
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job
 from kvbench.runs.journal import Line
-from kvbench.runs.lines import SampleFailedError
 from kvbench.runs.prepare import prepare
-from kvbench.runs.sample import run_sample
 from kvbench.runs.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -80,11 +78,8 @@ def rerun_samples(job: Job, wanted: Collection[int], progress: Progress) -> list
     """Run these samples and return their journal lines in order."""
     lines: list[Line] = []
     progress(0)
-    for done, (index, example, encoded) in enumerate(make_examples(job, wanted), 1):
+    for done, sample in enumerate(make_examples(job, wanted), 1):
         with using(job.spec.kernels):
-            try:
-                lines += (run_sample if job.model.masking is None else fill_sample)(job, index, example, encoded)
-            except SampleFailedError as failure:
-                lines += failure.lines
+            lines += run_one(job, sample)[0]
         progress(done)
     return lines
