@@ -13,6 +13,8 @@ from typing import Any
 
 from kvbench.errors import UserError
 
+GB = 1e9
+"""Bytes."""
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 

@@ -15,6 +15,7 @@ from kvbench.bench.references import compare_operations
 from kvbench.bench.timing import compare, find_median
 from kvbench.errors import DeviceLostError
 from kvbench.kernels.choice import using
+from kvbench.machine import GB
 from kvbench.runs.prepare import describe_method
 
 MAX = "max"
@@ -106,11 +107,11 @@ def _foresee(job: BenchJob, need: Need, batch: int) -> Failure | None:
     peak, pinned = need.peak(max(1, batch), job.setting.state), need.pinned_bytes(max(1, batch))
     if job.host_memory is not None and pinned > job.host_memory:
         return Failure("out of memory", (
-            f"not tried: {pinned / 1e9:.2f} GB of pinned memory predicted, {job.host_memory / 1e9:.2f} GB available"
+            f"not tried: {pinned / GB:.2f} GB of pinned memory predicted, {job.host_memory / GB:.2f} GB available"
         ))
     if batch and (job.device.type == "cuda" or peak <= job.memory):
         return None
-    return Failure("out of memory", f"not tried: {peak / 1e9:.2f} GB predicted, {job.memory / 1e9:.2f} GB available")
+    return Failure("out of memory", f"not tried: {peak / GB:.2f} GB predicted, {job.memory / GB:.2f} GB available")
 
 
 def _predict(job: BenchJob, need: Need, batch: int) -> Predicted:

@@ -34,7 +34,7 @@ from kvbench.budget import Budget
 from kvbench.errors import MOST, UserError, check_number, is_whole, unknown
 from kvbench.hf import Model, check_device, load_model, predict_memory
 from kvbench.log import say
-from kvbench.machine import free_bytes
+from kvbench.machine import GB, free_bytes
 from kvbench.method import Method
 from kvbench.runs.environment import find_environment
 from kvbench.runs.files import write_record
@@ -161,8 +161,8 @@ def _prepare(request: BenchRequest) -> BenchJob:
     free = free_bytes(device.partition(":")[0])
     if outline.weight_bytes > free:
         raise UserError(
-            f"model '{request.model}' needs {outline.weight_bytes / 1e9:.1f} GB for its weights, but "
-            f"{free / 1e9:.1f} GB are free on {device}. Use a smaller --dtype or a smaller model."
+            f"model '{request.model}' needs {outline.weight_bytes / GB:.1f} GB for its weights, but "
+            f"{free / GB:.1f} GB are free on {device}. Use a smaller --dtype or a smaller model."
         )
     model = load_model(request.model, device, request.dtype)
     check_kernels_dtype(request.kernels, model.device.type, model.dtype)
@@ -177,7 +177,7 @@ def _prepare(request: BenchRequest) -> BenchJob:
         anchors=ANCHORS[outline.kind], lengths=tuple(dict.fromkeys(request.lengths)),
         batches=tuple(dict.fromkeys(x if x == MAX else str(int(x)) for x in request.batches)),
         timings=timings, budget=request.budget, kernels=cast("Implementation", request.kernels),
-        rounds=rounds, memory=free if request.memory is None else int(request.memory * 1e9),
+        rounds=rounds, memory=free if request.memory is None else int(request.memory * GB),
         host_memory=int(HOST_SHARE * free_bytes("cpu")) if model.device.type == "cuda" else None,
         copy_bandwidth=measure_copy(model.device),
     )

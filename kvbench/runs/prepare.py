@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from kvbench.errors import UserError
 from kvbench.log import count, say, say_once
-from kvbench.machine import free_bytes, ram_bytes
+from kvbench.machine import GB, free_bytes, ram_bytes
 from kvbench.runs.environment import find_versions
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kvbench.method import Method, ModelKind
     from kvbench.task import Encoded, Example
 
-GB = 1e9
 
 
 def prepare(request: Request, model: Model | None = None) -> Job:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbench.errors import UserError
+from kvbench.machine import GB
 from kvbench.sweep.cell import group_cells
 
 if TYPE_CHECKING:
     from kvbench.hf import ModelSize
     from kvbench.sweep.cell import SweepCell
-
-GB = 1e9
 
 
 def gives_times(group: Sequence[SweepCell]) -> bool:
