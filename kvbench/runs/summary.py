@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from kvbench.kernels.choice import join
@@ -58,14 +58,7 @@ def summarize(
     good = [x for x in lines if x.index not in failed]
     forks = spec.mode is Mode.MULTI_REQUEST
     effect = summarize_effect(job.method.budget_kind.value, good, forks=forks)
-    error = None
-    if failed:
-        error = f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
-    elif effect is not None and effect.n_acted < _required_acted(spec, effect.n):
-        error = (
-            f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and it does not declare these "
-            "settings lossless: the run does not measure the method."
-        )
+    error = _find_error(spec, failed, effect)
     others = {} if failed else {
         x.id: fmean(found) for x in job.task.scorers
         if (found := [line.scores[x.id] for line in good if x.id in line.scores])
@@ -90,6 +83,18 @@ def summarize(
         batch=_batch(good), kernels=_kernels(spec.kernels, lines),
         environment=environment.model_copy(update={"started": started, "seconds": seconds}),
     )
+
+
+def _find_error(spec: RunSpec, failed: Mapping[int, str], effect: EffectResult | None) -> str | None:
+    """Why a run failed; None: it did not. failed: the errors of samples."""
+    if failed:
+        return f"{len(failed)} of {spec.samples} samples failed; the first: {failed[min(failed)]}"
+    if effect is not None and effect.n_acted < _required_acted(spec, effect.n):
+        return (
+            f"{spec.method.name} acted in {effect.n_acted} of {effect.n} samples, and it does not declare these "
+            "settings lossless: the run does not measure the method."
+        )
+    return None
 
 
 def _required_acted(spec: RunSpec, n: int) -> int:
