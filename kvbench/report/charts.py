@@ -79,7 +79,7 @@ def draw_cost(entries: Sequence[GroupedRun], cost: Cost) -> Spec | None:
     ends = [end for x in points for end in (x["low"], x["high"])]
     families = tuple(sorted({x["family"] for x in points}))
     log, bounded = cost.log and all(x["cost"] > 0 for x in points), 0 <= min(ends) <= max(ends) <= 1
-    named = _name([points[i] for i in reversed(best)], points, log=log)
+    named = _choose_labels([points[i] for i in reversed(best)], points, log=log)
     return _outline(cost, Metric.of(score).title, families, log=log, bounded=bounded) | {"datasets": {
         "rows": points, "frontier": [points[i] for i in best], **named,
         "full": [x for x, row in zip(points, rows, strict=True) if row.full][:1],
@@ -148,8 +148,8 @@ def _place(entry: GroupedRun, cost: Cost) -> Point:
     }
 
 
-def _name(points: Sequence[Point], every: Sequence[Point], *, log: bool) -> dict[str, list[Point]]:
-    """Choose points whose labels do not overlap, in order; points on the right have their label on the left."""
+def _choose_labels(points: Sequence[Point], every: Sequence[Point], *, log: bool) -> dict[str, list[Point]]:
+    """Points whose labels do not overlap, chosen in order: `names` to the right of their points, `far` to the left."""
     costs = [x["cost"] for x in every]
     left, right = (math.log(min(costs)), math.log(max(costs))) if log else (0.0, max(costs))
     high = max(1.0, *(x["score"] for x in every)) - min(0.0, *(x["score"] for x in every))

@@ -153,7 +153,7 @@ def write_group(entries: Sequence[GroupedRun], name: str, title: str) -> str:
         for i, cost in enumerate(COSTS)
     )
     cells = "".join(
-        write_chart(draw(entries), f"{name}-{key}", title) for draw, key, title in (
+        write_chart(draw(entries), f"{name}-{key}", caption) for draw, key, caption in (
             (draw_turns, "turns", "Score by turn"), (draw_quarters, "quarters", "Score by quarter of the answer"),
             (draw_distances, "distances", "Top-1 agreement with the full cache, by position in the answer"),
         )

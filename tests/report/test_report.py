@@ -301,15 +301,15 @@ def test_labels_of_a_chart_do_not_overlap():
     """The first of two points that are near in both directions has one; on the right it stands left of its point."""
     a, near, below, left = ({"cost": x, "score": y} for x, y in ((1.0, 0.9), (0.95, 0.88), (0.95, 0.5), (0.5, 0.88)))
     points = [a, near, below, left]
-    assert charts._name(points, points, log=False) == {"names": [left], "far": [a, below]}
+    assert charts._choose_labels(points, points, log=False) == {"names": [left], "far": [a, below]}
 
 
 def test_labels_on_a_logarithmic_axis_keep_their_distance_there():
     """From an eighth to one, a quarter is as far from an eighth as a half is from one; the middle is left of 0.6."""
     points = [{"cost": x, "score": 0.9} for x in (1.0, 0.5, 0.25, 0.24, 0.125)]
     one, half, quarter, _, eighth = points
-    assert charts._name(points, points, log=True) == {"names": [quarter, eighth], "far": [one, half]}
-    assert charts._name(points, points, log=False) == {"names": [half, quarter, eighth], "far": [one]}
+    assert charts._choose_labels(points, points, log=True) == {"names": [quarter, eighth], "far": [one, half]}
+    assert charts._choose_labels(points, points, log=False) == {"names": [half, quarter, eighth], "far": [one]}
 
 
 def test_shares_have_a_logarithmic_axis_unless_one_is_zero(groups):
