@@ -6,7 +6,6 @@ Tasks that give no times share a GPU, by fractions, as far as the predicted memo
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import DeviceLostError, UserError, describe_error, is_whole, unknown
 from kvbench.log import say
+from kvbench.machine import load_extra
 from kvbench.sweep.cell import CellReport, LineWriter, ModelCache, SweepCell, group_cells, run_group
 from kvbench.sweep.gpu import count_beside, gives_times
 
@@ -46,9 +46,7 @@ def load_ray() -> Any:
     Raises:
         UserError: ray is not installed.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("--executor ray needs the package ray. Install it: pip install 'kvbench[ray]'")
-    return importlib.import_module("ray")
+    return load_extra("ray", extra="ray", what="--executor ray")
 
 
 @contextmanager
@@ -162,16 +160,18 @@ def _task(group: Sequence[SweepCell], memory: int) -> Any:
     return load_ray().remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(work)
 
 
+def _stay_on(node: str) -> Any:
+    """A strategy to run a task on this node alone."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 def _find_memory() -> int:
     """Bytes of the smallest GPU of the cluster, asked of every node that has one."""
     ray = load_ray()
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
     nodes = [x["NodeID"] for x in ray.nodes() if x["Alive"] and x["Resources"].get("GPU")]
     ask = [
-        ray.remote(
-            num_cpus=0, num_gpus=1 / PARTS,
-            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=False),
-        )(gpu_bytes).remote()
+        ray.remote(num_cpus=0, num_gpus=1 / PARTS, scheduling_strategy=_stay_on(node))(gpu_bytes).remote()
         for node in nodes
     ]
     return int(min(ray.get(ask)))
@@ -218,8 +218,7 @@ class MessageQueue:
 def _make_queue() -> Any:
     """A queue on the node of the sweep itself, because other nodes can be lost."""
     ray = load_ray()
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here = _stay_on(ray.get_runtime_context().get_node_id())
     return ray.remote(num_cpus=0, scheduling_strategy=here)(MessageQueue).remote()
 
 

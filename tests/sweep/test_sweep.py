@@ -665,7 +665,7 @@ def test_an_unavailable_ray_is_refused(kvbench, sweep, tmp_path, monkeypatch):
     """Not installed, not an address, or no reply: one line within seconds, and nothing is written."""
     path = sweep(LAST_GRID)
     with monkeypatch.context() as patch:
-        patch.setattr("kvbench.sweep.ray.importlib.util.find_spec", lambda _: None)
+        patch.setitem(sys.modules, "ray", None)
         answer = kvbench("sweep", path, "--executor", "ray")
     assert (answer.code, answer.out) == (2, "")
     assert "Install it: pip install 'kvbench[ray]'" in answer.err
