@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from kvbench.errors import MOST_TURNS, UserError, check_number, unknown
 from kvbench.runs.spec import History, Record, Visibility
 from kvbench.task import Mode
@@ -36,9 +38,8 @@ def resolve_protocol(
         raise unknown("mode", mode, [str(x) for x in Mode])
     kind = Mode(mode)
     allowed = VISIBILITIES[kind]
-    every = {x for xs in VISIBILITIES.values() for x in xs}
-    if visibility is not None and visibility not in every:
-        raise unknown("visibility", visibility, every)
+    if visibility is not None and visibility not in get_args(Visibility):
+        raise unknown("visibility", visibility, get_args(Visibility))
     if visibility is not None and visibility not in allowed:
         reason = {
             Mode.SINGLE: "its one question is visible or hidden",
@@ -48,8 +49,8 @@ def resolve_protocol(
         raise UserError(
             f"visibility '{visibility}' has no meaning in mode {mode}: {reason}. Allowed: {', '.join(allowed)}."
         )
-    if history is not None and history not in ("reference", "own"):
-        raise unknown("history", history, ["reference", "own"])
+    if history is not None and history not in get_args(History):
+        raise unknown("history", history, get_args(History))
     if kind is not Mode.MULTI_TURN and history == "own":
         raise UserError(f"history 'own' has no meaning in mode {mode}: no turn follows another. Use --mode multi-turn.")
     if kind is not Mode.MULTI_TURN and recompress:
