@@ -176,12 +176,11 @@ def check_kernels(name: str) -> None:
     """
     if name not in IMPLEMENTATIONS:
         raise unknown("kernels", name, IMPLEMENTATIONS)
-    for kernels, package in (("triton", "triton"), ("flash", "flash_attn")):
-        if name == kernels and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"kernels '{name}' need the package {package.replace('_', '-')}. "
-                f"Install it: pip install 'kvbench[{name}]'"
-            )
+    package = {"triton": "triton", "flash": "flash_attn"}.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"kernels '{name}' need the package {package.replace('_', '-')}. Install it: pip install 'kvbench[{name}]'"
+        )
 
 
 GPU_KERNELS = "use --kernels triton on a GPU: torch's operations, the default, start many small kernels there"
