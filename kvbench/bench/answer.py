@@ -12,6 +12,7 @@ from kvbench.bench.outcome import Failure, attempt
 from kvbench.bench.records import DeviceMemory
 from kvbench.bench.state import Setting, open_context
 from kvbench.diffusion.policy import Policy, denoise
+from kvbench.diffusion.sample import count_bytes
 from kvbench.diffusion.sampling import Sampling
 from kvbench.engine.timing import now
 from kvbench.kernels.choice import using
@@ -108,9 +109,4 @@ def _denoise(setting: Setting, method: Method, length: int, batch: int, answers:
     made = denoise(setting.model, cast("Policy", method), prompt, STEPS, sampling)
     seconds = now(device) - started
     answers.add(token=seconds / STEPS, answer=seconds)
-    shape = setting.model.shape(made.sequence_length)
-    answers.memory = CacheBytes(
-        full_bytes=batch * shape.full_bytes, stored_bytes=made.peak_bytes, spare_bytes=0, host_bytes=0,
-        end_bytes=made.peak_bytes, peak_bytes=made.peak_bytes,
-        read_bytes_per_step=round(made.read_bytes / made.nfe),
-    )
+    answers.memory = count_bytes(made, batch * setting.model.shape(made.sequence_length).full_bytes)

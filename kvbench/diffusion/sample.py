@@ -106,11 +106,7 @@ def _run_turn(
         ),
         stop_reason="stop" if answer and answer[-1] in job.stop_ids else "length",
         times=Times(prefill_s=None, compress_s=None, ttft_s=seconds, decode_s=seconds, steps=len(answer)),
-        bytes=CacheBytes(
-            full_bytes=shape.full_bytes, stored_bytes=ours.peak_bytes, spare_bytes=0, host_bytes=0,
-            end_bytes=ours.peak_bytes, peak_bytes=ours.peak_bytes,
-            read_bytes_per_step=round(ours.read_bytes / ours.nfe),
-        ),
+        bytes=count_bytes(ours, shape.full_bytes),
         effect=Effect(
             acted=any(ours.facts.values()), identity=job.method.identity(shape), entries_seen=ours.sequence_length,
             entries_kept=(ours.computed_tokens,), facts=dict(facts), maxima=(),
@@ -129,6 +125,14 @@ def _run_turn(
             },
         ),
         facts=turn_facts(example, number), started=started, seconds=0.0, error=None,
+    )
+
+
+def count_bytes(made: Denoised, full_bytes: int) -> CacheBytes:
+    """Bytes of the cache of an answer. full_bytes: of the full cache of prompt and response block."""
+    return CacheBytes(
+        full_bytes=full_bytes, stored_bytes=made.peak_bytes, spare_bytes=0, host_bytes=0, end_bytes=made.peak_bytes,
+        peak_bytes=made.peak_bytes, read_bytes_per_step=round(made.read_bytes / made.nfe),
     )
 
 
