@@ -14,7 +14,7 @@ from kvbench.bench.state import Setting, open_context
 from kvbench.diffusion.policy import Policy, denoise
 from kvbench.diffusion.sample import count_bytes
 from kvbench.diffusion.sampling import Sampling
-from kvbench.engine.timing import now
+from kvbench.engine.timing import now, rotate
 from kvbench.kernels.choice import using
 from kvbench.log import say
 from kvbench.method import Method
@@ -65,8 +65,7 @@ def time_answers(
         if job.late or any(isinstance(x, Failure) and x.device_lost for x in found.values()):
             break
         say(f"end-to-end, {length} tokens: {f'round {number} of {rounds}' if number else 'warm-up round'}")
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in rotate(names, number):
             answers = found[name]
             if isinstance(answers, Failure):
                 continue

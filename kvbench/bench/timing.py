@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.bench.records import Median, Speedup
+from kvbench.engine.timing import rotate
 from kvbench.errors import first_line
 from kvbench.log import say
 
@@ -63,8 +64,7 @@ def interleave(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[s
     found: dict[str, list[float]] = {name: [] for name in names}
     with _no_collection():
         for number in range(rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in rotate(names, number):
                 found[name].append(timers[name]())
     return found
 

@@ -18,7 +18,7 @@ from typing import ClassVar, cast
 from kvbench.budget import BudgetKind
 from kvbench.diffusion.policy import Denoised, Policy, denoise
 from kvbench.diffusion.sampling import Sampling, plan_sampling
-from kvbench.engine.timing import now
+from kvbench.engine.timing import now, rotate
 from kvbench.errors import UserError
 from kvbench.method import Card
 from kvbench.runs.job import Job, cap_new_tokens
@@ -156,9 +156,8 @@ def _denoise_all(
         ways.append(("half-steps", Uncached(), half))
     seed = random.Random(f"{job.spec.seed}/{index}/{number}").getrandbits(63)
     banned = sorted(job.stop_ids) if job.task.nonempty else ()
-    first = (index + number) % len(ways)
     made = {}
-    for name, method, how in ways[first:] + ways[:first]:
+    for name, method, how in rotate(ways, index + number):
         before = now(job.model.device)
         found = denoise(job.model, method, prompt, length, how, seed, never_first=banned)
         made[name] = found, now(job.model.device) - before

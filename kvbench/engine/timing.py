@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def now(device: torch.device) -> float:
@@ -12,3 +16,9 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def rotate(items: Sequence[T], by: int) -> list[T]:
+    """The items from another one on in each round: first-run costs do not always fall on the same."""
+    first = by % len(items)
+    return [*items[first:], *items[:first]]
