@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +16,7 @@ from kvbench.runs.command import write_request
 from kvbench.runs.files import read_lines
 from kvbench.runs.options import Request
 from kvbench.runs.request import check
+from kvbench.runs.spec import show_value
 from kvbench.settings import parse_pairs
 
 PAIRS = ("method_settings", "task_settings", "generation")
@@ -159,7 +159,5 @@ def _reason(place: str) -> str | None:
     return next((text for start, text in FIXED.items() if place.startswith(start)), None)
 
 
-def _text(value: Any) -> str:
-    """A value as text; hashes are shortened."""
-    text = "-" if value is None else str(value)
-    return text[:12] if re.fullmatch(r"[0-9a-f]{64}", text) else text
+def _text(value: object) -> str:
+    return "-" if value is None else show_value(value)

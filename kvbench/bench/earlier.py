@@ -10,7 +10,7 @@ from kvbench.bench.records import Bench
 from kvbench.errors import UserError
 from kvbench.runs.files import read_file
 from kvbench.runs.results import Environment
-from kvbench.runs.spec import MethodSpec, ModelSpec, shorten_value
+from kvbench.runs.spec import MethodSpec, ModelSpec, show_value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,4 +106,4 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any], but: Iterable[st
 def _show(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
-    return shorten_value(None if value is None else str(value))
+    return show_value(value)

@@ -208,15 +208,16 @@ class RunSpec(Record):
         if self.bound is None or other.bound is None:
             return []
         return [
-            f"{name} {shorten_value(self.bound.get(name))}, now {shorten_value(other.bound.get(name))}"
+            f"{name} {show_value(self.bound.get(name))}, now {show_value(other.bound.get(name))}"
             for name in sorted(self.bound.keys() | other.bound.keys())
             if self.bound.get(name) != other.bound.get(name)
         ]
 
 
-def shorten_value(text: str | None) -> str:
-    """A text for a message; of a hash, the beginning."""
-    return "none" if text is None else text[:12] if len(text) == HASH_LENGTH else text
+def show_value(value: object) -> str:
+    """A value for a message; of a hash, the beginning."""
+    text = "none" if value is None else str(value)
+    return text[:12] if re.fullmatch(rf"[0-9a-f]{{{HASH_LENGTH}}}", text) else text
 
 
 def describe_bound(resolution: Mapping[str, object]) -> dict[str, str]:
