@@ -19,6 +19,6 @@ def now(device: torch.device) -> float:
 
 
 def rotate(items: Sequence[T], by: int) -> list[T]:
-    """The items from another one on in each round: first-run costs do not always fall on the same."""
+    """The items in an order rotated by so many places: in rounds, first-run costs fall on each in turn."""
     first = by % len(items)
     return [*items[first:], *items[:first]]
