@@ -224,6 +224,15 @@ def test_bytes_of_the_context_are_those_of_the_first_turn(name, more):
     assert "turn 0 of its sample has none" in find_reason(_check_later, [later])
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("identity", True), ("entries_seen", 99), ("entries_kept", (100.0, 99.0)),
+])
+def test_entries_of_the_context_are_those_of_the_first_turn(name, value):
+    """They are counted once, at the end of the context."""
+    later = make_turn(**{name: value}, first=False)
+    assert f"its {name} is {value}, that of turn 0 " in find_reason(_check_later, [make_turn(), later])
+
+
 @pytest.mark.parametrize(("values", "reason"), [
     ({}, ""), ({"facts": {"entries_dropped": 4 * 110}}, ""),
     ({"facts": {"entries_dropped": 4 * 110 + 1}}, "counts 441"),

@@ -29,6 +29,9 @@ SKIPPED = "entries_skipped"
 """The counter of entries that tokens do not have in layers that they skip; of other methods, of entries not read."""
 REUSED = "entries_reused"
 """The counter of entries that were taken over from another prompt."""
+ONCE_BYTES = ("stored_bytes", "spare_bytes", "host_bytes")
+ONCE_EFFECT = ("identity", "entries_seen", "entries_kept")
+"""Measured at the end of the context, so the same on every turn of a sample."""
 ROUNDING = 1e-6
 
 
@@ -127,13 +130,16 @@ def check_bytes(
 
 
 def _check_later(turns: Sequence[AnsweredTurn]) -> None:
-    """Refuse bytes of the context on a later turn that are not those of the first: they are measured once."""
+    """Refuse bytes or entries of the context on a later turn that are not the first turn's: they are measured once."""
     first = {x.index: x for x in turns if x.first}
     for x in (x for x in turns if not x.first):
         if x.index not in first:
             raise RefusedError("bytes", f"{x.name} has bytes, and turn 0 of its sample has none")
-        for name in ("stored_bytes", "spare_bytes", "host_bytes"):
-            found, before = getattr(x.bytes, name), getattr(first[x.index].bytes, name)
+        head = first[x.index]
+        for name, found, before in (
+            *((name, getattr(x.bytes, name), getattr(head.bytes, name)) for name in ONCE_BYTES),
+            *((name, getattr(x.effect, name), getattr(head.effect, name)) for name in ONCE_EFFECT),
+        ):
             if found != before:
                 raise RefusedError("bytes", f"{x.name}: its {name} is {found}, that of turn 0 {before}")
 
