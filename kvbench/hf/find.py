@@ -132,16 +132,16 @@ def _fetch(source: str, *, weights: bool) -> Path:
         ) from error
 
 
-def check_device(device: str) -> None:
-    """Check that this machine has the device.
+def check_device(device: str, one: str = "one GPU of several: cuda:1") -> None:
+    """Check that this machine has the device. one: how to choose one GPU of several, for the message.
 
     Raises:
         UserError: the device is unknown or absent.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         if device.startswith("gpu"):  # the nearest allowed name would be cpu
-            raise UserError(f"unknown device '{device}'. Use --device cuda; one GPU of several: cuda:1.")
-        raise unknown("device", device, ["cpu", "cuda"], "One GPU of several: cuda:1.")
+            raise UserError(f"unknown device '{device}'. Use --device cuda; {one}.")
+        raise unknown("device", device, ["cpu", "cuda"], f"{one[0].upper()}{one[1:]}.")
     if device != "cpu":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(device.partition(":")[2] or 0) >= count:

@@ -95,7 +95,7 @@ def find_device(request: Request) -> Literal["cpu", "cuda"]:
 
     name = request.device
     if name is not None:
-        check_device(name)
+        check_device(name, "CUDA_VISIBLE_DEVICES chooses one GPU of several")
         if ":" in name:
             raise UserError(f"device '{name}' names one GPU. Use --device cuda, and choose with CUDA_VISIBLE_DEVICES.")
     places = None if request.device_map is None else read_device_map(request.device_map)
