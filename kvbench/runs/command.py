@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvbench.runs.options import Request, list_options
 from kvbench.runs.spec import RunSpec
@@ -41,8 +42,8 @@ def write_setting(value: object) -> str:
 
 
 def write_command(spec: RunSpec) -> str:
-    """The command line without default options, quoted for a shell."""
-    request = write_request(spec)
+    """The command line without default options, quoted for a shell. The default device differs between machines."""
+    request = replace(write_request(spec), device=spec.device)
     words = ["kvbench", "run"]
     for option in list_options():
         value = getattr(request, option.name)
