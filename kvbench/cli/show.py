@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
@@ -107,7 +108,10 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
         print_table("", (spec.run_id, "not finished"), [("samples", f"{done} of {spec.samples}")])
     own = _list_own(spec)
     file = f" (put the path of its file for {' and '.join(own)})" if own else ""
-    echo(f"made by{file}: {write_command(spec)}\nanswers: kvbench answers {folder}")
+    command, label = write_command(spec), "made by"
+    if not finished:
+        command, label = f"{command} --out {shlex.quote(str(folder.parent))}", "continue it with"
+    echo(f"{label}{file}: {command}\nanswers: kvbench answers {folder}")
     if as_json:
         print_json(
             result.model_dump(mode="json") if finished

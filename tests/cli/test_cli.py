@@ -220,6 +220,14 @@ def test_show_prints_the_command_of_a_run(kvbench, arguments, tmp_path):
     assert "\nmade by: kvbench run --method full --task kv-short" in kvbench("show", registered, *out).out
 
 
+def test_show_prints_the_command_that_continues_a_run(kvbench, arguments, tmp_path):
+    """With the folder of its runs, so that no finished sample runs again."""
+    name = kvbench(*arguments, "--method", LAST).json["run_id"]
+    (tmp_path / "runs" / name / "result.json").unlink()
+    printed = kvbench("show", name, "--out", tmp_path / "runs").out
+    assert re.search(rf"\ncontinue it with.*: kvbench run .* --out {tmp_path / 'runs'}\n", printed)
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("check snapkv --model mini", "--model is for tasks, and snapkv is a method"),
     ("check snapkv --samples 3", "--samples is for tasks, and snapkv is a method"),
