@@ -16,6 +16,8 @@ MUCH = 0.1
 """Difference of the strict score that is reported."""
 OFTEN = 0.5
 """Share of cut answers that is reported."""
+FEW_TOKENS = 1.5
+"""Mean tokens of an answer below which most answers are one token."""
 
 
 def fails(full: Result) -> bool:
@@ -62,12 +64,31 @@ def list_doubts(result: Result) -> Iterator[str]:
         )
     if cut is not None and cut >= OFTEN:
         yield f"the length limit cut {cut:.0%} of the answers."
+    shortest = _find_shortest(result)
+    if result.visibility == "visible" and _computes_prompts_exactly(result) and shortest < FEW_TOKENS:
+        yield (
+            f"answers have {shortest:.1f} tokens, and the prefill predicts the first one before the cache is "
+            "compressed: the score hardly depends on the method. Use --visibility hidden."
+        )
     kernel, tokens = result.method.settings.get("kernel"), result.output.reference_tokens
     if strict is not None and tokens is not None and is_narrow(kernel, tokens):
         yield (
             f"scores are pooled over {kernel} tokens, and the values of an answer have {tokens:.0f} in all under this "
             "tokenizer: only part of a value may be kept."
         )
+
+
+def _computes_prompts_exactly(result: Result) -> bool:
+    """Whether the method leaves the forward pass of the prompt as it is; the full cache has nothing else."""
+    changes = "generation" in result.method.card["stages"] or result.reuse is not None
+    return not (changes or is_full(result) or result.model.kind == "diffusion")
+
+
+def _find_shortest(result: Result) -> float:
+    """Mean tokens of an answer, or of a reference answer where those are shorter."""
+    found = [result.output.tokens / result.n_questions] if result.n_questions else []
+    reference = result.output.reference_tokens
+    return min(found if reference is None else [*found, reference], default=float("inf"))
 
 
 def group_doubts(runs: Iterable[tuple[str, Result]]) -> list[str]:

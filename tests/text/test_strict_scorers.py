@@ -118,15 +118,16 @@ def doubt(mean, **facts):
 
 def made_run(
     mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0,
-    kind="autoregressive", reused=None, higher=True,
+    kind="autoregressive", reused=None, higher=True, answered=50, visibility="visible", stages=("compression",),
 ):
     """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=higher, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return SimpleNamespace(
         model=SimpleNamespace(kind=kind), score=score,
         scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
-        output=Output(tokens=10, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
-        method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}),
+        output=Output(tokens=answered, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
+        n_questions=10, visibility=visibility,
+        method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}, card={"stages": stages}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None, asked=asked),
         effect=SimpleNamespace(n=n, n_identity=10 - n), agreement=SimpleNamespace(kl=kl), lossless=None,
         reuse=None if reused is None else SimpleNamespace(reused_share=reused),
@@ -163,6 +164,17 @@ def test_reuse_of_no_entry_is_a_doubt():
         "no entry of an earlier prompt was reused, so this is the score of a full prefill."
     ]
     assert doubt(1.0, full=False, reused=0.5) == doubt(1.0, full=False, reused=0.0, n=1) == []
+
+
+def test_answers_of_one_token_to_a_visible_question_are_a_doubt():
+    """The prefill predicts the first token with the exact cache; not of a method that changes the prefill."""
+    one = {"full": False, "tokens": 1.0}
+    (found,) = doubt(1.0, **one)
+    assert found.startswith("answers have 1.0 tokens, and the prefill predicts the first one before")
+    assert doubt(1.0, full=False, tokens=5.0, answered=10) == [found]  # answers that are cut
+    assert doubt(1.0, **one, visibility="hidden") == doubt(1.0, **one, stages=("generation",)) == []
+    assert doubt(1.0, **one, reused=0.5) == doubt(1.0, tokens=1.0) == doubt(1.0, **one, kind="diffusion") == []
+    assert [len(doubt(1.0, full=False, tokens=x)) for x in (1.4, 1.5)] == [1, 0]
 
 
 def test_runs_with_the_same_doubt_share_a_sentence():
