@@ -85,10 +85,11 @@ def _computes_prompts_exactly(result: Result) -> bool:
 
 
 def _find_shortest(result: Result) -> float:
-    """Mean tokens of an answer, or of a reference answer where those are shorter."""
-    found = [result.output.tokens / result.n_questions] if result.n_questions else []
-    reference = result.output.reference_tokens
-    return min(found if reference is None else [*found, reference], default=float("inf"))
+    """Mean tokens of a reference answer, or of the answers if they are shorter and not chosen among given ones."""
+    output = result.output
+    generated = sum(n for reason, n in output.stop_reasons.items() if reason != "choice")
+    found = [output.tokens / generated] if generated else []
+    return min(found if output.reference_tokens is None else [*found, output.reference_tokens], default=float("inf"))
 
 
 def group_doubts(runs: Iterable[tuple[str, Result]]) -> list[str]:

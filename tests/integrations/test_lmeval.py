@@ -167,6 +167,21 @@ def test_context_is_compressed_before_a_continuation_is_scored(snapkv, docs):
     assert tally.stored_bytes / tally.full_bytes == pytest.approx(0.25, abs=0.01)
 
 
+def test_one_token_does_not_depend_on_the_method(snapkv, docs, capsys):
+    """The prefill predicts it with the exact cache, so a task of such tokens, as letters are, measures no method."""
+    one = ask("loglikelihood", (prompt(docs[0]), str(docs[0]["number"])[0]))
+    assert len(snapkv.tok_encode(one[0].args[1], add_special_tokens=False)) == 1
+    for call, asked in (
+        ("loglikelihood", one),
+        ("generate_until", ask("generate_until", (prompt(docs[0]), {"max_gen_toks": 1}))),
+    ):
+        with pytest.raises(NotMeasuredError, match=f"snapkv acted in none of 1 {call} requests"):
+            getattr(snapkv, call)(asked, disable_tqdm=True)
+        assert "1 have one token, which the prefill predicts" in capsys.readouterr().err
+        sparse = KvbenchModel(method="minference", device="cpu")  # changes the prefill
+        assert len(getattr(sparse, call)(asked, disable_tqdm=True)) == 1
+
+
 def test_answers_are_greedy_and_end_at_their_texts(full, plain, docs):
     """Generation gives what transformers' does, up to the first stop text, wherever tokens begin."""
     module, tokenizer = plain

@@ -119,13 +119,17 @@ def doubt(mean, **facts):
 def made_run(
     mean, *, strict=None, stop=10, length=0, full=True, kernel=None, tokens=None, asked=None, kl=0.1, n=0,
     kind="autoregressive", reused=None, higher=True, answered=50, visibility="visible", stages=("compression",),
+    choice=0,
 ):
     """The parts of a result that doubts are drawn from."""
     score = Score(metric="contains", higher_is_better=higher, mean=mean, partial_mean=mean, ci95=None, by_turn=())
     return SimpleNamespace(
         model=SimpleNamespace(kind=kind), score=score,
         scores={} if strict is None else {"kv-strict@1": strict}, task=SimpleNamespace(scorer="kv@1"),
-        output=Output(tokens=answered, stop_reasons={"stop": stop, "length": length}, reference_tokens=tokens),
+        output=Output(
+            tokens=answered, stop_reasons={"choice": choice} if choice else {"stop": stop, "length": length},
+            reference_tokens=tokens,
+        ),
         n_questions=10, visibility=visibility,
         method=SimpleNamespace(settings={} if kernel is None else {"kernel": kernel}, card={"stages": stages}),
         budget=SimpleNamespace(kind="none" if full else "stored", trained=None, asked=asked),
@@ -175,6 +179,8 @@ def test_answers_of_one_token_to_a_visible_question_are_a_doubt():
     assert doubt(1.0, **one, visibility="hidden") == doubt(1.0, **one, stages=("generation",)) == []
     assert doubt(1.0, **one, reused=0.5) == doubt(1.0, tokens=1.0) == doubt(1.0, **one, kind="diffusion") == []
     assert [len(doubt(1.0, full=False, tokens=x)) for x in (1.4, 1.5)] == [1, 0]
+    choices = {"full": False, "choice": 10, "answered": 0}
+    assert [len(doubt(1.0, **choices, tokens=x)) for x in (1.0, 2.0)] == [1, 0]
 
 
 def test_runs_with_the_same_doubt_share_a_sentence():

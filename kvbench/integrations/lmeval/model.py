@@ -213,7 +213,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                     for _, after in sharing:
                         with session.fork() as branch:
                             logprobs = branch.force(after)[0].float().log_softmax(-1)
-                            self._note(branch, tally)
+                            self._note(branch, len(after), tally)
                         ids = torch.tensor(after, device=logprobs.device)
                         results.append((
                             float(logprobs.gather(-1, ids[:, None]).sum()), bool((logprobs.argmax(-1) == ids).all())
@@ -232,7 +232,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             context = self._cut(self.tok_encode(text), generation.max_new_tokens, tally)
             with self._prefilled(context, generation.max_new_tokens, tally) as session:
                 results.append(self._generate(session, generation))
-                self._note(session, tally)
+                self._note(session, 1 + session.seen - len(context), tally)  # the last token is not run
         tally.finish(self.method.card.name, "generate_until", lossless=self.lossless)
         return results
 
@@ -282,6 +282,9 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             tally.stored_bytes += memory.stored_bytes
             yield session
 
-    def _note(self, session: Session, tally: Tally) -> None:
+    def _note(self, session: Session, tokens: int, tally: Tally) -> None:
+        """Count a request with so many tokens after its context."""
+        prefilled = tokens == 1 and "generation" not in self.method.card.stages  # else it changes the prefill
         tally.requests += 1
-        tally.acted += session.effect().acted
+        tally.prefilled += prefilled
+        tally.acted += session.effect().acted and not prefilled

@@ -20,7 +20,9 @@ class Tally:
 
     requests: int = 0
     acted: int = 0
-    """Requests in which the method changed the cache, counted by the stores."""
+    """Requests in which the method changed the cache, counted by the stores, and a token was predicted from it."""
+    prefilled: int = 0
+    """Requests of one token, which the exact prefill predicts before the cache is compressed."""
     uncompressed: int = 0
     """Contexts too short for the budget, kept in full."""
     cut: int = 0
@@ -42,11 +44,13 @@ class Tally:
             parts.append(f"caches stored {self.stored_bytes / self.full_bytes:.1%} of the full cache's bytes")
         if self.uncompressed:
             parts.append(f"{self.uncompressed} contexts were too short for the budget and were kept in full")
+        if self.prefilled:
+            parts.append(f"{self.prefilled} have one token, which the prefill predicts before the cache is compressed")
         if self.cut:
             parts.append(f"{self.cut} contexts lost {self.cut_tokens} tokens on their left")
         say(f"{'; '.join(parts)}.")
         if self.requests and not self.acted and not lossless:
             raise NotMeasuredError(
                 f"{method} acted in none of {self.requests} {kind} requests: these scores are not a measurement of "
-                "it. Use longer contexts or a smaller budget, or method=full."
+                "it. Use longer contexts, a smaller budget or a task with longer answers, or method=full."
             )
