@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def run_batch(
     If one raises, each is run alone, so that it fails alone. compare: answer the first question alone, too, and count
     the tokens that differ.
     """
-    begun = time.perf_counter()
+    begun, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     alone = describe_alone(job.method)
     found = None if alone is not None else _run_together(job, group, shared)
     if found is None:
@@ -93,7 +94,9 @@ def run_batch(
             say(f"sample {group[0][0]} alone failed, so the batch is not compared with it: {lines[-1].error}")
     update: dict[str, object] = {"times": None, "batch": BatchLine(size=size, alone=alone)}
     if found is not None:
-        update["seconds"] = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
+        # Shares of the batch's time, from its start on: a sample that starts late would seem to end after the batch.
+        seconds = (time.perf_counter() - begun) / sum(len(lines) for lines, _ in done)
+        update |= {"started": started, "seconds": seconds}
     marked = [([x.model_copy(update=update) for x in lines], failure) for lines, failure in done]
     if tokens is not None:
         compared = BatchLine(size=size, tokens=tokens, different=different)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,6 +208,14 @@ def test_answers_that_run_one_by_one_have_their_own_seconds(model_folder, tmp_pa
     (tmp_path / "own.py").write_text(FAULTY)
     *_, lines = make_lines(make_request(model_folder, tmp_path, method=f"{tmp_path}/own.py:Own", batch="4"))
     assert len({x.seconds for x in lines}) == len(lines) == 4
+
+
+def test_samples_of_a_batch_start_with_it(model_folder, tmp_path, monkeypatch):
+    """Their seconds are shares of its time: a late one's, from its own start on, would end after the batch."""
+    late = SimpleNamespace(now=lambda _: datetime(2100, 1, 1, tzinfo=UTC))
+    monkeypatch.setattr("kvbench.runs.sample.datetime", late)
+    *_, lines = make_lines(make_request(model_folder, tmp_path, batch="4"))
+    assert all(x.started < "2100" for x in lines)
 
 
 def test_a_sample_that_raises_fails_alone(model_folder, tmp_path, capsys):
