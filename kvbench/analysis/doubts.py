@@ -79,7 +79,7 @@ def list_doubts(result: Result) -> Iterator[str]:
 
 
 def _computes_prompts_exactly(result: Result) -> bool:
-    """Whether the method leaves the forward pass of the prompt as it is; the full cache has nothing else."""
+    """Whether a method other than the full cache leaves the forward pass of the prompt as it is."""
     changes = "generation" in result.method.card["stages"] or result.reuse is not None
     return not (changes or is_full(result) or result.model.kind == "diffusion")
 

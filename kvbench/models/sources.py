@@ -127,7 +127,7 @@ def match_source(name: str) -> ModelSource | None:
 
 
 def find_source(name: str) -> ModelSource:
-    """As `match_source`.
+    """The source of a model by its name or its id in results.
 
     Raises:
         UserError: there is none.
