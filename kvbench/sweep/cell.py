@@ -172,7 +172,8 @@ def run_group(
         from kvbench.engine.shared import SharedPrefill
 
         shared = SharedPrefill()
-    runs = [_run_steps(x, cache, partial(advance, x), shared) for x in cells]
+    started: dict[Path, SweepCell] = {}
+    runs = [_run_steps(x, cache, partial(advance, x), shared, started) for x in cells]
     waiting = [(-1, place) for place in range(len(cells))]  # the next sample of each run
     while waiting:
         _, place = heappop(waiting)
@@ -184,15 +185,19 @@ def run_group(
 
 
 def _run_steps(
-    cell: SweepCell, cache: ModelCache, advance: Callable[[int], None], shared: SharedPrefill | None
+    cell: SweepCell, cache: ModelCache, advance: Callable[[int], None], shared: SharedPrefill | None,
+    started: dict[Path, SweepCell],
 ) -> Generator[int, None, CellReport]:
-    """Run a cell; yields the index of each sample before it is run."""
+    """Run a cell, and add it to those that have started; yields the index of each sample before it is run."""
     from kvbench.runs.runner import run_samples
 
     job: Job | None = None
     try:
         job = prepare(cell.request, cache.take(cell))
         cache.put(cell, job.loaded)
+        first = started.setdefault(job.folder, cell)  # a batch of auto is known only now
+        if first is not cell:
+            raise UserError(f"{cell.label} is the same run as {first.label}. Remove one of them.")
         _wait_for(job.folder)
         outcome = yield from run_samples(job, advance, shared)
     except (InterruptionError, DeviceLostError):

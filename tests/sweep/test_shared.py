@@ -361,6 +361,17 @@ def test_a_cell_that_ends_first_takes_nothing_from_the_others(model_folder, tmp_
     assert [x.result.n_failed for x in reports.values()] == [0, 0]
 
 
+def test_a_batch_of_auto_that_is_another_cell_s_batch_is_refused(model_folder, tmp_path):
+    """The batch is known once the model is loaded; the first of the two cells runs."""
+    cells = [
+        replace(x, name=y, request=replace(x.request, batch=y))
+        for x, y in zip(make_cells(["snapkv"] * 2, tmp_path, model_folder), ("2", "auto"), strict=True)
+    ]
+    reports = {x.cell.name: x for x in run_group(cells, ModelCache(), lambda *_: None)}
+    assert reports["auto"].error == "'auto' is the same run as '2'. Remove one of them."
+    assert reports["2"].status == "ok"
+
+
 def test_a_recording_too_large_for_the_memory_is_not_made(model_folder, tmp_path, monkeypatch, capsys):
     """The methods run alone, and a line names the bytes."""
     monkeypatch.setattr(sharing, "free_bytes", lambda _: 1000)
