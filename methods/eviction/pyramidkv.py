@@ -49,7 +49,7 @@ class PyramidKV(SnapKV):
         """Resolve the mean budget, then the budgets of the layers, unless every entry is kept."""
         fitted = super().fit(budget, shape)
         if fitted.rows is None or fitted.rows >= shape.length:
-            return fitted
+            return replace(fitted, layer_rows=None)  # of an earlier fit
         layer_entries = schedule(fitted.rows, self.window, self.beta, len(shape.layers), shape.length)
         return replace(fitted, layer_rows=layer_entries)
 

@@ -141,7 +141,7 @@ class KVMerger(Method):
             return replace(self, length=shape.length, skipped=skipped, protected=self._shares(DEFAULT_SHARE))
         fitted = replace(super().fit(budget, shape), skipped=skipped)
         if fitted.rows is None or fitted.rows >= shape.length:
-            return fitted
+            return replace(fitted, merged_rows=None, protected=None)  # of an earlier fit
         full, skipped_bytes = shape.full_bytes, sum(shape.layer_bytes(shape.layers[x]) for x in skipped)
         least = 1 + self._borders(shape.length)
 

@@ -15,9 +15,11 @@ from kvbench.methods.allocation.prefixkv import PrefixKV
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.channels.mustafar import Mustafar
 from kvbench.methods.eviction.h2o import H2O
+from kvbench.methods.eviction.pyramidkv import PyramidKV
 from kvbench.methods.eviction.random import Random
 from kvbench.methods.eviction.snapkv import SnapKV
 from kvbench.methods.eviction.streaming_llm import StreamingLLM
+from kvbench.methods.merging.kvmerger import KVMerger
 from kvbench.methods.retrieval.retroinfer import RetroInfer
 
 
@@ -164,3 +166,14 @@ def test_the_default_is_a_quarter():
 def test_a_search_takes_the_last_setting_within_the_budget():
     """One that needs exactly the budget is within it; where all need more, there is none."""
     assert [solve(lambda x: 10 * x, most, [1, 2, 3, 4]) for most in (9, 10, 29, 30, 99)] == [None, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("method", [PyramidKV(), KVMerger()], ids=lambda x: x.card.name)
+def test_a_second_fit_forgets_the_first(method):
+    """Budgets of layers, from a method that was fitted before, do not hold where every entry is kept."""
+    fitted = method.fit(Budget("rows", 100), shape_of(400))
+    assert fitted.entries_in(0, None) == 100
+    for budget, length in ((Budget("fraction", 1.0), 400), (Budget("rows", 100), 100)):
+        again = fitted.fit(budget, shape_of(length))
+        assert again.identity(shape_of(length))
+        assert again == method.fit(budget, shape_of(length))
