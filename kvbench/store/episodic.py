@@ -42,8 +42,9 @@ class EpisodicKV(LayerKV):
         empty = {name: x[:, :, :0].to(device) for name, x in first.items() if name != "position" or self.track}
         self._replace(empty, self.remaining)
 
-    def load(self, chosen: Sequence[int], device: torch.device) -> None:
-        """Put the episode that each sequence has chosen in the place of the one before."""
+    def load(self, chosen: Sequence[int]) -> None:
+        """Put the episode that each sequence has chosen in the place of the one before, on the store's device."""
+        device = self.keys.device
         parts = {
             name: torch.stack([self.episodes[x][name][row] for row, x in enumerate(chosen)]).to(device)
             for name in self.episodes[0]

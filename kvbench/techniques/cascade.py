@@ -110,12 +110,13 @@ class CascadeMethod(SharedBudgetMethod):
         if not seen:
             return
         assert self.pooled is not None and self.rows is not None
-        measures = torch.stack([x.state["measure"] for x in seen], dim=1)
+        # Layers of a model that is spread over several GPUs are on devices of their own.
+        measures = torch.stack([x.state["measure"].to(step.key.device) for x in seen], dim=1)
         shares = self.divide(measures, self.rows * len(self.pooled), step.seen)
         last = len(seen) == len(self.pooled)
         bounds = shares if last else shares + ROUNDING
         for kv, counts in zip(seen, bounds.ceil().long().unbind(1), strict=True):
-            self.trim(kv, counts, last=last)
+            self.trim(kv, counts.to(kv.keys.device), last=last)
             if last:
                 del kv.state["measure"], kv.state["score"]
 

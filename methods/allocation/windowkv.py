@@ -113,7 +113,7 @@ class WindowKV(Method):
             group = full[place - place % self.share :][: self.share]
             if step.layer == group[0]:
                 kv.state["order"] = self.rank(kv, step)
-            order = layers[group[0]].state["order"]
+            order = layers[group[0]].state["order"].to(kv.keys.device)  # a spread model has layers on several GPUs
         if entries < kv.n:
             kept = order[:, :entries].sort(dim=-1).values
             kv.keep(kept[:, None].expand(-1, kv.keys.shape[1], -1))

@@ -146,19 +146,20 @@ class EpiCache(Method):
             prompts = [self.make_prompt(session.model, segments, vectors @ x, labels == e)
                        for e, x in enumerate(center)]
             episodes = [self.build(session, row[None], x) for x in prompts]
-            built.append([entries for entries, _ in episodes])
+            built.append([entries for entries, _, _ in episodes])
             centers.append(center)
             last.append(int(labels[-1]))
-            logits.append(episodes[last[-1]][1])
+            logits.append(episodes[last[-1]][2])
         session.take_positions(ids)
+        places = episodes[0][1]  # a model that is spread over several GPUs has layers on each
         for index, (store, layer) in enumerate(zip(session.layers, session.model.layers, strict=True)):
             assert isinstance(store, EpisodicKV)
             by_episode = [
                 {name: torch.cat([row[e][index][name] for row in built]) for name in built[0][e][index]}
                 for e in range(len(built[0]))
             ]
-            store.adopt(by_episode, seen=ids.shape[1], window=layer.window, device=ids.device)
-            store.load(last, ids.device)
+            store.adopt(by_episode, seen=ids.shape[1], window=layer.window, device=places[index])
+            store.load(last)
         session.layers[0].state["centers"] = torch.stack(centers)
         return torch.cat(logits)
 
@@ -171,7 +172,7 @@ class EpiCache(Method):
         chosen = (centers @ vectors[..., None])[..., 0].argmax(1).tolist()
         for store in session.layers:
             assert isinstance(store, EpisodicKV)
-            store.load(chosen, ids.device)
+            store.load(chosen)
 
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes of the active episode, and of the centers of all."""
@@ -196,8 +197,13 @@ class EpiCache(Method):
         )
         return torch.cat([start, header, *(segments[x] for x in sorted(found.tolist()))])[None]
 
-    def build(self, session: Session, ids: Tensor, prompt: Tensor) -> tuple[list[dict[str, Tensor]], Tensor]:
-        """Run the context in blocks and evict after each. Entries by layer, on the host, and the last logits [1, V]."""
+    def build(
+        self, session: Session, ids: Tensor, prompt: Tensor
+    ) -> tuple[list[dict[str, Tensor]], list[torch.device], Tensor]:
+        """Run the context in blocks and evict after each.
+
+        Returns entries by layer, on the host, the layers' devices, and the last logits [1, V].
+        """
         room = prompt.shape[1]
         if ids.shape[1] + room > session.model.max_length:
             raise UserError(
@@ -218,7 +224,8 @@ class EpiCache(Method):
                 session.compress_seconds += now(ids.device) - started
             session.credit(branch)
             layers = zip(branch.layers, session.model.layers, strict=True)
-            return [take_entries(x, layer.window) for x, layer in layers], logits
+            places = [x.keys.device for x in branch.layers]
+            return [take_entries(x, layer.window) for x, layer in layers], places, logits
 
     def evict_block(self, branch: Session, prompt: Tensor, chunk: int | None) -> None:
         """Score the stored entries by the prompt, whose own entries are dropped, and keep the budget's best."""

@@ -59,7 +59,8 @@ def collect(model: Model, texts: Iterable[Text]) -> list[Examples]:
         stores = [LayerKV() for _ in model.layers]
 
         def attend(step: Step, stores: list[LayerKV] = stores, prompt: int = prompt) -> Tensor:
-            found[step.layer].append((gather_inputs(step)[0, :prompt], find_targets(step, prompt)))
+            inputs, targets = gather_inputs(step)[0, :prompt], find_targets(step, prompt)
+            found[step.layer].append((inputs.to(model.device), targets.to(model.device)))  # the heads are trained there
             stores[step.layer].append(step)
             return stores[step.layer].attend(step)
 

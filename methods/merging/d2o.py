@@ -129,12 +129,13 @@ class D2O(SharedBudgetMethod):
         seen = self.scored(layers, step)
         if self.pooled is None or self.shared_rows is None or len(seen) < len(self.pooled):
             return
-        weights = torch.exp(-torch.stack([x.state.pop("measure") for x in seen], dim=1))
+        # Layers of a model that is spread over several GPUs are on devices of their own.
+        weights = torch.exp(-torch.stack([x.state.pop("measure").to(step.key.device) for x in seen], dim=1))
         total = self.shared_rows * len(seen)
         least = self.minimum_entries()
         shares = least + fill_water(weights, total - least * len(seen), step.seen - least)
         for kv, counts in zip(seen, round_shares(shares, total).long().unbind(1), strict=True):
-            self.keep_and_merge(kv, kv.state.pop("score"), counts)
+            self.keep_and_merge(kv, kv.state.pop("score"), counts.to(kv.keys.device))
 
     def keep_and_merge(self, kv: LayerKV, scores: Tensor, counts: Tensor) -> None:
         """Keep the best entries of every head and the recent ones; merge into them. counts: by sequence [B]"""
