@@ -13,6 +13,9 @@ from kvbench.method import BudgetKind, Card, Step
 from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
 
+SEEDS = 1 << 64
+"""Seeds that torch tells apart; it refuses greater numbers, such as those of a date with eight digits."""
+
 
 @dataclass(frozen=True)
 class RandomDecode(RollingMethod):
@@ -55,7 +58,8 @@ class RandomDecode(RollingMethod):
     def score(self, kv: LayerKV, step: Step, entries: int) -> Tensor:
         """Random numbers by head and position, new in every step; infinite for prompt and window. [B, H_kv, n]"""
         assert kv.positions is not None and self.length is not None
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step.layer) * 1_000_003 + step.seen)
+        number = (self.seed * 1_000_003 + step.layer) * 1_000_003 + step.seen
+        generator = torch.Generator().manual_seed(number % SEEDS)
         numbers = torch.rand(kv.keys.shape[1], step.seen, generator=generator).to(kv.keys.device)
         scores = numbers.expand(kv.keys.shape[0], -1, -1).gather(-1, kv.positions.long())
         kept = mark_recent(kv, step, self.window)

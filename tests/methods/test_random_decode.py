@@ -42,6 +42,13 @@ def test_a_prompt_beyond_the_budget_is_evicted_at_random():
         assert (positions < 60).sum(-1).min() > 8
 
 
+def test_a_seed_of_eight_digits_is_taken():
+    """Such as a date: with layer and step it is beyond the numbers that torch takes."""
+    (_, first), *_ = generate(RandomDecode(window=8, seed=20261201), 20, 20, 30)
+    (_, other), *_ = generate(RandomDecode(window=8, seed=20261202), 20, 20, 30)
+    assert not first.equal(other)
+
+
 @pytest.mark.slow
 def test_every_generated_entry_is_drawn_equally_often(make_step):
     """One of 40 entries leaves, 800 times with another seed: each about 20 times, the pinned ones never."""
