@@ -182,14 +182,15 @@ def top_entries(scores: Tensor, entries: int) -> Tensor:
 def keep_best(stores: Sequence[LayerKV], scores: Sequence[Tensor], entries: int) -> None:
     """Keep the best entries over all heads of these layers, `entries` per head on average. scores: [B, H_kv, n] each"""
     for store, mask in zip(stores, mark_best(scores, entries), strict=True):
-        store.keep_where(mask.to(store.keys.device))
+        store.keep_where(mask)
 
 
 def mark_best(scores: Sequence[Tensor], entries: int) -> tuple[Tensor, ...]:
     """Mark the best entries over all heads of these layers. scores: [B, H_kv, n] each. Returns as many bool masks"""
     pool = torch.stack([x.to(scores[0].device) for x in scores], dim=1)  # [B, layers, H_kv, n]
     best = top_entries(pool.flatten(1), entries * pool.shape[1] * pool.shape[2])
-    return torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool).unbind(1)
+    marked = torch.zeros_like(pool, dtype=torch.bool).flatten(1).scatter_(1, best, True).view_as(pool)
+    return tuple(mask.to(x.device) for mask, x in zip(marked.unbind(1), scores, strict=True))
 
 
 def best_by_head(scores: Tensor, counts: Tensor) -> Tensor:

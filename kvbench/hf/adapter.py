@@ -64,12 +64,13 @@ def _attention(
         raise RuntimeError("the model was called outside a kvbench session while kvbench's attention is switched on")
     if attention_mask is not None:
         raise RuntimeError("kvbench was given an attention mask: padded batches are not supported")
+    ids = None if forward.ids is None else forward.ids.to(key.device)
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # nn.Module types every attribute as Tensor | Module
     step = Step(
         layer=layer, moment=forward.moment, positions=forward.positions.to(key.device), seen=forward.seen,
         query=query, key=key, value=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
-        sinks=s_aux, causal=forward.causal, ids=forward.ids, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
+        sinks=s_aux, causal=forward.causal, ids=ids, rope=forward.ropes[layer] if forward.ropes else NO_ROPE,
         hidden=_HIDDEN.pop(module, None),
         output=find_output(module, query.shape[1], value.shape[-1]) if forward.moment.compresses else None,
     )
@@ -103,7 +104,7 @@ def project_queries(attention: nn.Module, hidden: Tensor, width: int) -> Tensor 
     project = getattr(attention, "q_proj", None)
     if not isinstance(project, nn.Linear):
         return None
-    flat, norm = project(hidden), getattr(attention, "q_norm", None)
+    flat, norm = project(hidden.to(_running_device(project))), getattr(attention, "q_norm", None)
     weight = getattr(norm, "weight", None)
     if norm is not None and weight is not None and weight.shape == flat.shape[-1:]:  # over all heads at once
         flat, norm = norm(flat), None

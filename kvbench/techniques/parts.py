@@ -76,9 +76,15 @@ def find_part(
     folders with them.
 
     Raises:
-        UserError: the file is unreadable, or of another method or model; `steps` is set, and nothing is trained.
+        UserError: the file is unreadable, or of another method or model; `steps` is set, and nothing is trained; the
+            model is spread over several devices.
     """
     name = method.card.name
+    if model.device_map is not None:
+        raise UserError(
+            f"{name} has a trained part, which stands on one device, and {model.id} is spread over several. Leave "
+            "--device-map out, or use a method without a trained part, such as snapkv."
+        )
     file = Path(method.weights) if method.weights else None
     if sets_steps(type(method), method.steps) and (file or find_shipped(name, model.id, model.sha256)):
         raise UserError(

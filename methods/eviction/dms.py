@@ -102,7 +102,7 @@ class DMS(KVzap):
         threshold = torch.stack(lowest).amin(0)[:, None, None]  # [B, 1, 1]
         for store, mask in zip(stores, masks, strict=True):
             assert isinstance(store, DelayedKV)
-            store.retire(mask.to(store.keys.device)[..., : store.n - self.last(step)])
+            store.retire(mask[..., : store.n - self.last(step)])
             store.state["threshold"] = threshold.to(store.keys.device, copy=True)
 
     def evict(self, kv: LayerKV, step: Step) -> None:

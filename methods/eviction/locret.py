@@ -143,9 +143,7 @@ class Locret(Method):
 
     def predict(self, step: Step) -> Tensor:
         """Scores of the new entries. [B, H_kv, T]"""
-        head = get_module(self.part, nn.ModuleList)[step.layer]
-        place = next(head.parameters()).device  # the model's, and a spread model has layers on several GPUs
-        scores: Tensor = head(gather_inputs(step).to(place)).to(step.query.device)
+        scores: Tensor = get_module(self.part, nn.ModuleList)[step.layer](gather_inputs(step))
         return (scores.mT * GRID).round() / GRID
 
     def _trim(self, store: LayerKV, window: int | None, *, ended: bool) -> None:

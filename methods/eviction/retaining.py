@@ -59,8 +59,7 @@ def collect(model: Model, texts: Iterable[Text]) -> list[Examples]:
         stores = [LayerKV() for _ in model.layers]
 
         def attend(step: Step, stores: list[LayerKV] = stores, prompt: int = prompt) -> Tensor:
-            inputs, targets = gather_inputs(step)[0, :prompt], find_targets(step, prompt)
-            found[step.layer].append((inputs.to(model.device), targets.to(model.device)))  # the heads are trained there
+            found[step.layer].append((gather_inputs(step)[0, :prompt], find_targets(step, prompt)))
             stores[step.layer].append(step)
             return stores[step.layer].attend(step)
 

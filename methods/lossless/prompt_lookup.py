@@ -49,7 +49,7 @@ class PromptLookup(Proposed):
 
     def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
         """The tokens that followed the last ones before; none without an occurrence. [B, at most count]"""
-        texts = torch.cat([self.held(session).ids.long(), token[:, None]], dim=1)
+        texts = torch.cat([self.held(session).ids.to(token.device, torch.long), token[:, None]], dim=1)
         found = [look_up(text, self.longest, count) for text in texts]
         most = max(len(x) for x in found)
         return torch.stack([torch.cat([x, x.new_zeros(most - len(x))]) for x in found])  # what is added is rejected

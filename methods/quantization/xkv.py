@@ -150,7 +150,7 @@ class XKV(Method):
             "full cache. The authors' later version restores only selected entries."),
             "Each layer reads the shared factors, so a step reads more bytes than are stored.",
             ("A context shorter than the rank takes more bytes than the full cache: the bases do not shrink with it."),
-            "Models with sliding-window layers or with layers of unequal heads are refused.",
+            "Models with sliding-window layers, with layers of unequal heads or on several devices are refused.",
         ),
     )
 
@@ -158,8 +158,13 @@ class XKV(Method):
     graphable: ClassVar[str | None] = "entries are restored in blocks, and the store counts them on the host."
 
     def bind(self, model: Model) -> Self:
-        """Refuse a model whose rotary embedding cannot be inverted (`UserError`)."""
+        """Refuse a model whose rotary embedding cannot be inverted, or that several devices hold (`UserError`)."""
         require_inverse_rotation(model, "xkv")
+        if model.device_map is not None:
+            raise UserError(
+                f"xkv stores the factors of adjacent layers once, and {model.id} is spread over several devices. Leave "
+                "--device-map out, or use palu."
+            )
         return self
 
     def fit(self, budget: Budget | None, shape: Shape) -> Self:

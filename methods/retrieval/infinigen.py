@@ -146,7 +146,7 @@ class InfiniGen(ReadingMethod):
             assert step.hidden is not None
             query = project_queries(model.attentions[layer], step.hidden, model.layers[layer].key_dim)
             assert query is not None
-            step.shared["query"] = model.ropes[layer].rotate(query, step.positions)
+            step.shared["query"] = model.ropes[layer].rotate(query, step.positions.to(query.device))
 
     def _observe(self, kv: LayerKV, step: Step) -> None:
         """Sum up the magnitudes of the context's skewed queries by channel. [B, H_kv, D]"""

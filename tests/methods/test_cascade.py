@@ -19,10 +19,7 @@ from kvbench.method import Budget
 from kvbench.methods.allocation.cake import CAKE
 from kvbench.methods.allocation.prefixkv import PrefixKV
 from kvbench.methods.allocation.simlayerkv import SimLayerKV
-from kvbench.methods.allocation.windowkv import WindowKV
-from kvbench.methods.merging.d2o import D2O
 from kvbench.techniques.cascade import fill_water, round_shares
-from tests.toys.gpu import simulated_gpu
 
 LAYERS, TOKENS, ROWS = 6, 60, 20
 METHODS = [CAKE(window=8), PrefixKV(), SimLayerKV(recent=4)]
@@ -223,23 +220,3 @@ def test_layers_with_unequal_heads_are_refused():
     layers = tuple(LayerShape(kv_heads=x, query_heads=4, key_dim=8, value_dim=8, window=None) for x in (1, 2))
     with pytest.raises(UserError, match=r"equal heads.*such as snapkv"):
         CAKE().fit(Budget("rows", 40), Shape(length=100, layers=layers, itemsize=4))
-
-
-@pytest.mark.parametrize("devices", [["cuda", "cpu"], ["cpu", "cuda"]], ids=str)
-@pytest.mark.parametrize("method", [*METHODS, D2O(), WindowKV(window=8, share=2)], ids=lambda x: x.card.name)
-def test_layers_may_lie_on_two_devices(make_step, method, devices):
-    """As those of a model that `--device-map` spreads: what they leave for each other moves with the choice."""
-    layer = LayerShape(kv_heads=2, query_heads=4, key_dim=8, value_dim=8, window=None)
-    fitted = method.fit(Budget("rows", ROWS), Shape(length=TOKENS, layers=(layer,) * LAYERS, itemsize=4))
-    steps = make_layers(make_step)
-    with simulated_gpu() as gpu:
-        stores = [fitted.layer(i) for i in range(LAYERS)]
-        for i, (step, kv) in enumerate(zip(steps, stores, strict=True)):
-            device = devices[i % 2]
-            moved = {x: getattr(step, x).to(device) for x in ("positions", "query", "key", "value")}
-            kv.append(replace(step, **moved))
-            fitted.evict(kv, replace(step, **moved))
-            fitted.end_of_layer(stores, replace(step, **moved))
-        assert gpu.refused == []
-        assert [x.keys.device.type for x in stores] == devices * (LAYERS // 2)
-    assert sum(x.n for x in stores) == ROWS * LAYERS

@@ -16,10 +16,8 @@ from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Method
 from kvbench.methods.eviction import epicache
 from kvbench.methods.eviction.epicache import EpiCache, cluster, cut_template
-from kvbench.store.episodic import EpisodicKV
 from kvbench.text.template import Frame
 from kvbench.text.tokens import tokenize
-from tests.toys.gpu import simulated_gpu
 
 SEGMENT = 10
 PROMPT = 1 + 2 * SEGMENT
@@ -250,15 +248,3 @@ def test_a_sliding_layer_counts_tokens_from_its_episode_s_entries(rows):
         assert session.memory().stored_bytes == session.method.declared_bytes(shape)
         assert session.memory().host_bytes == session.method.declared_host_bytes(shape)
         assert session.force(ids(30, seed=2)).isfinite().all()
-
-
-def test_an_episode_is_loaded_where_its_layer_is():
-    """Layers of a model that `--device-map` spreads are on several devices; a question's ids are on one of them."""
-    with simulated_gpu() as gpu:
-        store = EpisodicKV(ragged=True)
-        store.adopt([{"key": torch.ones(1, 2, 3, 4), "value": torch.ones(1, 2, 3, 4)}], seen=9, window=None,
-                    device=torch.device("cuda"))
-        store.load([0])
-        assert store.frozen is not None
-        assert {x.device.type for x in store.tensors()} == {"cuda"}
-    assert gpu.refused == []

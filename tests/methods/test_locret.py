@@ -21,7 +21,6 @@ from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
 from kvbench.techniques.parts import SHIPPED, get_module, get_part, read_metadata, write_part
 from tests.methods.needles import draw_asked
-from tests.toys.gpu import simulated_gpu
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +235,3 @@ def test_the_shipped_heads_are_minis_and_small():
     assert (facts["method"], facts["model"], facts["data"]) == ("locret", "mini", TASKS)
     assert path.stat().st_size < 2_000_000
     assert load_file(path)["0.0.weight"].dtype == torch.bfloat16
-
-
-def test_a_layer_may_lie_on_another_device_than_the_heads(model, monkeypatch, make_step):
-    """As in a model that `--device-map` spreads: its heads are where its first layer is."""
-    monkeypatch.setattr("kvbench.methods.eviction.locret.get_module", lambda *_: make_heads(model, 8))
-    draws = [torch.randn(1, heads, 5, 16) for heads in (4, 2, 2)]
-    with simulated_gpu() as gpu:
-        step = make_step(*(x.to("cuda") for x in draws))
-        assert Locret().predict(step).device.type == "cuda"
-    assert gpu.refused == []

@@ -5,13 +5,17 @@ Beyond the captured calls (tests/bench/test_captured_region.py) this runs what i
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from kvbench.check.trial import CONTEXT, FORCED, choose_budget, open_session
+from kvbench.errors import UserError
 from kvbench.hf import tiny
+from kvbench.hf.load import Model
 from kvbench.kernels.dense_attention import torch as dense
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
@@ -23,6 +27,10 @@ from tests.toys.gpu import simulated_gpu
 CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
 """Functions that keep their tables by device."""
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
+SECOND = ("model.layers.1", "model.norm", "lm_head")
+"""Parts of a spread model that lie on the second device."""
+ONE_DEVICE = ("flux-attention", "ftp", "locret", "longspec", "nosa", "reasoncache", "seerattention", "xkv")
+"""Methods that refuse a spread model: their trained parts, or factors of several layers, stand on one device."""
 
 
 def attend_without_flash(query, keys, values, *, scale, causal):
@@ -47,11 +55,28 @@ def gpu(monkeypatch):
         function.cache_clear()
 
 
-def talk(method):
-    """A context in two chunks, a question, and three tokens."""
-    with open_session(method, tiny.tiny_model(), choose_budget(method), chunk=70) as session:
+def spread(devices):
+    """A model of two layers on two devices, which moves inputs as accelerate's hooks do."""
+    with tiny.placed("cpu", torch.float32):
+        module = copy.deepcopy(tiny.tiny_model().module)
+    module.hf_device_map = {
+        name: devices[name in SECOND] for name in ("model.embed_tokens", "model.rotary_emb", "model.layers.0", *SECOND)
+    }
+    for name, device in module.hf_device_map.items():
+        module.get_submodule(name).to(device).register_forward_pre_hook(
+            lambda _, *inputs, device=device: tree_map_only(torch.Tensor, lambda x: x.to(device), inputs),
+            with_kwargs=True,
+        )
+    module.register_forward_hook(lambda _, __, output: tree_map_only(torch.Tensor, lambda x: x.to(devices[0]), output))
+    return Model.from_module(module, id="tiny-spread")
+
+
+def talk(method, model=None):
+    """A context in two chunks, a question, and three tokens. Returns the devices of the layers."""
+    with open_session(method, model or tiny.tiny_model(), choose_budget(method), chunk=70) as session:
         session.prefill(CONTEXT)
         session.ask(FORCED, 3, stop=frozenset())
+        return [{x.device.type for x in kv.tensors()} for kv in session.layers]
 
 
 @pytest.mark.few(3)
@@ -60,6 +85,19 @@ def test_nothing_mixes_devices(gpu, name):
     """From the binding to the model to decoded tokens."""
     talk(find_method(name)())
     assert gpu.refused == []
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("devices", [["cuda", "cpu"], ["cpu", "cuda"]], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_may_lie_on_two_devices(gpu, name, devices):
+    """As those of a model that `--device-map` spreads: what a layer takes from elsewhere is moved to its device."""
+    if name in ONE_DEVICE:
+        with pytest.raises(UserError, match=r"spread over several.*Leave --device-map out"):
+            talk(find_method(name)(), spread(devices))
+    else:
+        assert talk(find_method(name)(), spread(devices)) == [{x} for x in devices]
+        assert gpu.refused == []
 
 
 @pytest.mark.few(4)
