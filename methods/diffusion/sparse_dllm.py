@@ -90,7 +90,10 @@ class SparseDllm(Policy):
         scores = products.amax(2) if self.by_head else products.mean((1, 2), keepdim=True)[:, 0].expand(-1, heads, -1)
         if scores.shape[-1]:  # empty if the block is the whole sequence
             scores = F.max_pool1d(scores, self.pool, stride=1, padding=self.pool // 2)
-        index = scores.topk(int(self.keep * scores.shape[-1]), dim=-1).indices[..., None]
+        count = int(self.keep * scores.shape[-1])
+        if self.by_head:
+            count = min(max(count, 1), scores.shape[-1])  # dLLM-Serve keeps one entry at least
+        index = scores.topk(count, dim=-1).indices[..., None]
         keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[-1])) for x in outside)
         return keys, values
 

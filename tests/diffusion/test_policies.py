@@ -240,6 +240,19 @@ def test_sparse_frees_what_it_does_not_keep(unshifted, fill):
         assert fill(unshifted, SparseDllm(keep=share), block=4).peak_bytes == int(share * 32) * row
 
 
+@pytest.mark.parametrize(("method", "kept"), [(SparseDllm, 0), (DllmServe, 1)])
+def test_dllm_serve_keeps_one_entry_at_least(unshifted, fill, method, kept):
+    """A share of 32 rows that is less than one: its engine rounds up, Sparse-dLLM's code down."""
+    row = 2 * 2 * 16 * 4 * 2 * 2  # keys and values, 2 heads of 16, float32, 2 layers, 2 sequences
+    assert fill(unshifted, method(keep=0.03), block=4).peak_bytes == kept * row
+
+
+def test_dllm_serve_has_no_entry_to_keep_where_the_block_is_everything(unshifted, fill):
+    """A prompt of no tokens, one block: the least of one entry does not apply."""
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    assert fill(unshifted, DllmServe(keep=0.5), prompt=nothing, answer=4).peak_bytes == 0
+
+
 def test_elastic_without_drift_is_dkv_without_refresh(unshifted, one, fill):
     """gamma -1, nothing tracked, a window of all masks: the card's oracle (b)."""
     ours = fill(unshifted, ElasticCache(gamma=-1.0, tracked=0, window=NEVER), prompt=one)
