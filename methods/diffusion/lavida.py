@@ -37,7 +37,7 @@ class Lavida(Sections):
         deviations=(
             "text only; of its four schedules the logit-normal and the cosine are left out",
             ("with a shifted head the prompt's last position, which predicts the first token, is computed with the "
-            "answer"),
+            "answer; the authors' code commits the first token from the pass over the prompt"),
         ),
         limits=(
             ("exact on models trained with the prefix mask, whose config.json says "

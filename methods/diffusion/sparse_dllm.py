@@ -45,7 +45,10 @@ class SparseDllm(Policy):
         arxiv="2508.02558", year=2025, family="diffusion", stages=("generation", "compression"),
         budget=BudgetKind.NONE, heads="pooled",
         upstream=Upstream(repo="OpenMOSS/Sparse-dLLM", commit="3fd8986", license=None),
-        deviations=("with a shifted head the position before the block is computed as a part of the block",),
+        deviations=(
+            ("with a shifted head the position before the block is computed as a part of the block; the reference "
+            "commits the block's first token, and no other, from the block's first full pass, whatever its confidence"),
+        ),
         unverified=("by_head is dLLM-Serve's head_select, known from its code only",),
     )
 
@@ -115,7 +118,8 @@ class DllmServe(SparseDllm):
             ("only the sparse cache; the engine's scheduler is not a part of a cache policy, and the output head runs "
             "on open positions in every policy here"),
             "queries times keys are not divided by the root of the width, which changes no order",
-            "with a shifted head the position before the block is computed as a part of the block",
+            ("with a shifted head the position before the block is computed as a part of the block; the engine leaves "
+            "it out once entries are kept, and predicts the block's first token from that token's own output"),
         ),
         limits=("by_head=false is sparse-dllm",),
     )

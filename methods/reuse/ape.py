@@ -96,7 +96,12 @@ class Ape(ReuseMethod):
             "Sums of attention are kept in float32; the released code rounds them to 16 bits.",
             "Follows the code for Llama. The code for Mistral and Gemma exchanges the roles of documents and rest.",
         ),
-        limits=(*LIMITS, "A document that never ran is run apart from the others, too; no soft caps or learned sinks."),
+        limits=(
+            *LIMITS,
+            ("A document that never ran is run apart from the others, too. It counts as taken over, not as computed, "
+            "and so does an instruction that no earlier prompt has."),
+            "No soft caps or learned sinks.",
+        ),
     )
 
     def layer(self, index: int) -> ParallelKV:
