@@ -87,8 +87,10 @@ class Factoring:
         return self.stored_bytes(layer, shape) + (fetched - self.chunks * self.size * self.rank) * shape.itemsize
 
     def least_read_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes that a step reads if slots hold all chunks that it selects."""
-        return self.stored_bytes(layer, shape) - self.chunks * self.size * self.rank * shape.itemsize
+        """Bytes that a step reads if slots hold all chunks that it selects: landmarks, slots and exact entries."""
+        entries = shape.length - self.apart * self.size + self.slots * self.size
+        head = entries * (layer.key_dim + layer.value_dim) + layer.key_dim * self.apart
+        return layer.kv_heads * head * shape.itemsize
 
     def slot_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of the slots, which every fork copies."""

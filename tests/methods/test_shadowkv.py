@@ -74,6 +74,25 @@ def test_a_low_rank_costs_something():
     assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
+def test_a_step_that_fetches_nothing_reads_the_least_declared_bytes(monkeypatch):
+    """With the same chunks as before, a step needs neither factors nor numbers of chunks; later entries come on top."""
+    def first(query, landmarks, scale, count):
+        del scale
+        return torch.arange(count).expand(len(query), landmarks.shape[1], query.shape[2], -1)
+
+    monkeypatch.setattr("kvbench.methods.retrieval.shadowkv.select_chunks", first)
+    model = tiny_model()
+    method, token = fitted(model, 16, 90), torch.tensor([[3]])
+    with Session(model, method, capacity=100) as session:
+        session.prefill(ids(90))
+        session.forward(token, Moment.DECODE)
+        for kv in session.layers:
+            kv.reads.clear()
+        session.forward(token, Moment.DECODE)
+        read = session.memory().read_bytes_per_step
+    assert read == method.least_read_bytes(model.shape(90)) + 2 * model.shape(1).full_bytes
+
+
 def test_a_planted_chunk_is_found(make_step):
     """The chunk whose keys answer the query is selected and its values are what comes out, wherever it stands."""
     method = ShadowKV(rows=16, length=96, outliers=0, key_rank=8)
