@@ -290,7 +290,7 @@ class LServe(HeadMethod):
             width = (layer.key_dim + layer.value_dim) * shape.itemsize
             group, heads = layer.query_heads // layer.kv_heads, whole[index]
             kept = min(shape.entries(layer), self._trimmed(layer.window) or shape.entries(layer))
-            total += (layer.kv_heads - heads) * kept * width
+            total += LayerKV().bytes_for(replace(layer, kv_heads=layer.kv_heads - heads), shape, kept)
             total += heads * group * self.pages * self.page_size * width
             total += self._bound_bytes(layer, shape, heads) if bounds else 0
         return total

@@ -111,6 +111,17 @@ def test_tokens_that_reuse_a_choice_read_no_bounds():
     assert read[1] - read[4] == bounds - chosen
 
 
+def test_the_first_step_reads_the_declared_bytes_in_a_window_longer_than_the_context():
+    """Streaming heads then keep first entries, and every entry's position with it, which is read."""
+    model = tiny_model(window=400)
+    context = torch.randint(VOCABULARY, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    method = LServe().bind(model).fit(Budget("rows", 75), model.shape(150))
+    with Session(model, method, capacity=160) as session:
+        session.prefill(context)
+        session.force([1])
+        assert session.memory().read_bytes_per_step == method.declared_read_bytes(model.shape(150))
+
+
 def paged(session):
     """The stores of retrieval heads."""
     return [x for layer in session.layers for _, x in layer.groups if isinstance(x, HierarchicalPagedKV)]
