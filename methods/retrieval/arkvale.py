@@ -63,7 +63,10 @@ class ArkVale(ReadingMethod):
             "Every layer chooses pages; the first two read everything in the authors' benchmarks.",
             "Each token of a question chooses its own pages, as if it were decoded.",
         ),
-        unverified=("The paper names neither sinks nor recent: both are those of the authors' code.",),
+        unverified=(
+            ("The paper names neither sinks nor recent: both are the defaults of the authors' class. Their script for "
+            "LongBench has one first page."),
+        ),
         limits=(
             "It saves reads; the index is stored in addition to all entries.", "The prompt is run with full attention.",
             "With box=mean a digest is no bound: a single key far from the others may be missed.",

@@ -69,6 +69,7 @@ class InfiniGen(ReadingMethod):
             "paper the most is a fifth of the cache."),
             ("Channels have the largest magnitude of the prompt's queries and keys together. The authors' code takes "
             "the best of queries and the best of keys of another text, a share of 0.2 each; the paper chooses 0.3."),
+            "Skewing matrices are found on Python's manual; the authors' code takes 2,048 tokens of a book.",
             "alpha is 5 as in the authors' code for Llama 2, whose queries are rotated; theirs for OPT is 4.",
             ("In a model of two layers the second one chooses, or the method would have no effect; the authors' models "
             "have more, and their first two read every entry."),
@@ -83,7 +84,6 @@ class InfiniGen(ReadingMethod):
             "nothing is fetched ahead, and the limit on the host's memory is left out."),
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),
-        unverified=("tokens: chosen so that calibration takes seconds.",),
         limits=(
             "It saves reads; a part of every key is stored in addition to all entries.",
             ("The first two layers read every entry: no layer comes before the first, and the authors' code takes no "
