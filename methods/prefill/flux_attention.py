@@ -142,8 +142,8 @@ class FluxAttention(SparsePrefillMethod):
         deviations=(
             "A sparse layer streams, with first and last blocks; the authors' other two sparse modes are left out.",
             ("Sinks and recent entries are whole blocks in the prompt, as in the authors' code, and as many tokens "
-            "later. In a context below 4,096 tokens, both are the share of it that they are of 4,096, and blocks are "
-            "smaller than 128 tokens."),
+            "later. Blocks are rounded down, to one at least; the authors' code rounds them up. In a context below "
+            "4,096 tokens, both are the share of it that they are of 4,096, and blocks are smaller than 128 tokens."),
             ("A router reads the 100 first and the 100 last tokens, the default of the authors' code; their training "
             "script sets 150."),
             ("In training a layer mixes full and sparse attention by a gate between 0 and 1; the authors' gate is 0 or "
