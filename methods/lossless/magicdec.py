@@ -47,7 +47,8 @@ class MagicDec(Verified):
             ("With draft=streaming-llm, entries of the context are those of the full cache; the authors' draft reads "
             "the prompt through its own window."),
             ("After a round the draft takes the accepted entries as the full cache computed them; SnapKV's choice in "
-            "the context stays, and StreamingLLM's window slides on."),
+            "the context stays, and StreamingLLM's window slides on. With draft=streaming-llm the authors' draft "
+            "keeps the entries that it computed itself, and only grows while decoding."),
         ),
         limits=(
             "It stores the full cache and the draft's: it saves reads, not memory.",

@@ -35,10 +35,11 @@ class PromptLookup(Proposed):
         stages=("generation",),
         budget=BudgetKind.NONE,
         heads="independent",
-        upstream=Upstream(repo="apoorvumang/prompt-lookup-decoding", commit=None, license=None),
+        upstream=Upstream(repo="apoorvumang/prompt-lookup-decoding", commit="cada4fe", license=None),
         deviations=(
-            "The latest occurrence is taken; the author takes the first one.",
-            "Up to 8 tokens are proposed, as many as other lossless methods here draft; the author proposes 10.",
+            ("The latest occurrence is taken, and the tokens after it, however few; the author takes the first one "
+            "that 10 tokens follow, and looks up a shorter end where there is none."),
+            "Up to 8 tokens are proposed; the author proposes 10.",
         ),
         limits=(
             "It stores the full cache and the ids of all tokens: it saves passes, not memory.",

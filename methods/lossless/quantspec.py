@@ -63,6 +63,8 @@ class QuantSpec(Verified):
             ("No round goes on behind the token with which a group becomes codes: its next tokens would see the group "
             "exact, and one at a time they see codes."),
             "The draft length is 4. The paper searches it for each data set, and mostly finds 4 or 6.",
+            ("Scales of the upper halves are rounded up and minima down to float16, so that codes cover the range; the "
+            "authors' code rounds both to nearest."),
             ("Groups have 32 tokens, so that short contexts are coded, too, and the paper's 128; the buffer of exact "
             "entries is one to two groups, as in the paper's double buffer."),
         ),

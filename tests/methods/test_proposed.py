@@ -87,6 +87,7 @@ def test_ids_are_those_of_the_conversation():
 @pytest.mark.parametrize(("text", "longest", "count", "wanted"), [
     ([1, 2, 3, 4, 1, 2, 3], 3, 8, [4, 1, 2, 3]), ([1, 2, 3, 9, 2, 3, 8, 7, 2, 3], 3, 2, [8, 7]),
     ([5, 2, 6, 3, 1, 2], 3, 2, [6, 3]), ([1, 2, 3], 3, 4, []), ([7], 3, 4, []), ([7, 7, 7], 2, 4, [7]),
+    ([1, 2, 3, 4, 5, 1, 2, 6, 1, 2], 2, 4, [6, 1, 2]),  # the author's code takes the earlier one: four tokens follow it
 ])
 def test_lookup_by_hand(text, longest, count, wanted):
     """The latest earlier occurrence of the longest known end."""
