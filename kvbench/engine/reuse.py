@@ -101,7 +101,7 @@ class MixedPrompt:
         """Positions that tokens are rotated to, by their place in the prompt. [N]"""
         self.reused = torch.zeros(self.length, dtype=torch.bool, device=ids.device)
         """True for tokens with entries at hand. [N]"""
-        self._anew = torch.zeros_like(self.reused)
+        self._anew, self._apart = torch.zeros_like(self.reused), torch.zeros_like(self.reused)
 
     @property
     def layers(self) -> list[ReusedKV]:
@@ -157,6 +157,11 @@ class MixedPrompt:
         self.reused[start : start + count] = True
         if at is not None:
             self.positions[start : start + count] = torch.arange(at, at + count, device=self.positions.device)
+
+    def add_new(self, before: Sequence[int], ids: Sequence[int], start: int, *, at: int) -> None:
+        """Run tokens that no earlier prompt has, after those before; they count as computed. As `add` otherwise."""
+        self.add(run_apart(self.model, before, ids), start, at=at)
+        self._apart[start : start + len(ids)] = True
 
     def go_on(self, position: int) -> None:
         """Give the tokens after the last part, and all later ones of the conversation, positions from this one on.
@@ -219,8 +224,8 @@ class MixedPrompt:
         """Note that the session has seen the prompt, and from which entries."""
         self.session.seen = self.length
         for kv in self.layers:
-            kv.finish()
-        self.session.exact = not any(kv.reused for kv in self.layers)
+            kv.finish(self._apart)
+        self.session.exact = not (self._apart.any() or any(kv.reused for kv in self.layers))
 
     def _load(self, kv: ReusedKV, step: Step) -> None:
         """Fill a layer with the entries at hand, rotated to their positions."""

@@ -46,10 +46,11 @@ class ReusedKV(LayerKV):
         self.values[:, :, places] = value
         self._taken[places] = False
 
-    def finish(self) -> None:
-        """The prompt is complete."""
+    def finish(self, apart: Tensor) -> None:
+        """The prompt is complete. apart: True for tokens that were run for it outside of its passes [N]."""
         assert self._taken is not None, "load first"
-        self.reused, self._taken = int(self._taken.sum()), None
+        self.reused, self._taken = int((self._taken & ~apart).sum()), None
+        self.computed += int(apart.sum())
         self.settle()
 
     def attend_at(self, step: Step, places: Tensor) -> Tensor:

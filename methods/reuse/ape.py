@@ -82,6 +82,7 @@ class Ape(ReuseMethod):
     scale: Factor = 0.9
     card: ClassVar[Card] = Card(
         name="ape",
+        version="2",
         title="APE: faster and longer context-augmented generation via adaptive parallel encoding",
         idea="Documents are run in parallel behind one shared instruction, at the same positions. A temperature and a "
         "scale bring the attention that they receive together close to that of documents in sequence.",
@@ -98,8 +99,8 @@ class Ape(ReuseMethod):
         ),
         limits=(
             *LIMITS,
-            ("A document that never ran is run apart from the others, too. It counts as taken over, not as computed, "
-            "and so does an instruction that no earlier prompt has."),
+            ("A document that never ran is run apart from the others, too, and counts as computed. One of an earlier "
+            "prompt counts as at hand behind this prompt's instruction, also if it ran behind another."),
             "No soft caps or learned sinks.",
         ),
     )
@@ -110,12 +111,15 @@ class Ape(ReuseMethod):
         return ParallelKV(temperature=self.temperature, scale=self.scale)
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the instruction, and every document behind it at the same positions."""
+        """TAKEN OVER: the known parts, every document behind the instruction at the same positions."""
         (_, instruction), *documents = mixed.parts
-        mixed.add(mixed.obtain((), instruction), 0)
         first = len(instruction)
-        for start, part in documents:
-            mixed.add(mixed.obtain(instruction, part), start, at=first)
+        for start, part in mixed.parts:
+            before, at = (instruction, first) if start else ((), 0)
+            if part in mixed.reuse.known:
+                mixed.add(mixed.obtain(before, part), start, at=at)
+            else:
+                mixed.add_new(before, part, start, at=at)
         end = first + max((len(part) for _, part in documents), default=0)
         mixed.go_on(end)
         for kv in mixed.layers:

@@ -363,6 +363,19 @@ def test_ape_does_not_depend_on_the_order_of_documents():
     assert distance(run(find_method("ape")()), run(find_method("ape")(), parts=turned)) < 1e-4
 
 
+def test_ape_computes_parts_that_no_earlier_prompt_has():
+    """They run apart as the others did, so the answer is the same; tokens and time are those of this prompt."""
+    method, apart = find_method("ape")(), sum(map(len, DOCUMENTS[1:]))
+    with prefilled(method, earlier=ALONE[:2]) as session, prefilled(method) as known:
+        assert torch.equal(session.logits, known.logits)
+        assert session.layers[0].reused == known.layers[0].reused - apart
+        assert session.layers[0].computed == known.layers[0].computed + apart
+        assert (session.reuse.store.misses, known.reuse.store.misses) == (2, 4)
+    with prefilled(method, earlier=()) as session:
+        assert (session.layers[0].reused, session.reuse.build_seconds) == (0, 0.0)
+        assert not session.exact
+
+
 def test_ape_has_no_static_step_over_documents():
     """A captured step would read as many entries after the documents as the first one did."""
     with (
