@@ -114,4 +114,4 @@ class MultiBlock(FastDllmPrefix):
     def _progress(self, d: Denoising, block: int) -> float:
         """The share of a block that is decoded."""
         start, end = self._bounds(d, block)
-        return 1 - int(d.masked[0, start:end].sum()) / d.sampling.block
+        return (d.sampling.block - int(d.masked[0, start:end].sum())) / d.sampling.block

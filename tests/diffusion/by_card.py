@@ -254,7 +254,7 @@ def multi_block(w: Writing, block: int, *, blocks: int, add: float) -> list[int]
     while left := w.masks():
         current = (left[0] - w.start) // block
         number = [(p - w.start) // block for p in left]
-        done = [1 - number.count(k) / block for k in range(count)]
+        done = [(block - number.count(k)) / block for k in range(count)]
         for k in range(current, min(current + blocks, count)):
             if k == current or (k - 1 in running and done[k - 1] >= add):
                 running.add(k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -86,6 +88,14 @@ def test_multi_block_writes_what_its_card_writes(deep, text, fill, shifted, bloc
     found = fill(model, MultiBlock(blocks=blocks, add=add), prompt=text[None], block=4).ids[0]
     with torch.no_grad():
         assert found == multi_block(Writing(deep, text, 16, shifted), 4, blocks=blocks, add=add)
+
+
+def test_one_token_of_ten_is_a_tenth_of_a_block():
+    """The threshold at which the next block starts is reached with it."""
+    masked = torch.ones(1, 10, dtype=torch.bool)
+    masked[0, 0] = False
+    state = SimpleNamespace(prompt=0, sampling=SimpleNamespace(block=10), masked=masked)
+    assert MultiBlock()._progress(state, 0) == MultiBlock().add == 0.1
 
 
 @pytest.mark.slow
