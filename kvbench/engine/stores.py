@@ -224,7 +224,12 @@ class Stores:
 def observe(method: Method, kv: LayerKV, step: Step) -> bool:
     """Let a method see a step, for its scores, without the store's attention. Whether it would have passed that on."""
     nothing = step.value.new_zeros(()).expand(*step.query.shape[:3], step.value.shape[3])
-    kv.attend = lambda step: nothing  # type: ignore[method-assign]  # noqa: ARG005  # of this object, for this call
+
+    def attend(step: Step) -> Tensor:
+        kv.observe(step)
+        return nothing
+
+    kv.attend = attend  # type: ignore[method-assign]  # of this object, for this call
     try:
         return method.attend(kv, step) is nothing
     finally:

@@ -150,6 +150,16 @@ class TieredKV(LayerKV):
         """Attention over both tiers; those of the high one accumulate the mass that they receive. [B, H_q, T, D_v]"""
         if self.demoted is None:
             return super().attend(step)
+        return merge_partials(self._attend_and_score(step), step.sinks).to(step.query.dtype)
+
+    def observe(self, step: Step) -> None:
+        """Score the high tier by a step whose attention is not computed."""
+        if self.demoted is not None:
+            self._attend_and_score(step)
+
+    def _attend_and_score(self, step: Step) -> list[Partial]:
+        """Attention over each tier; the mass that entries of the high one receive is added to their scores."""
+        assert self.demoted is not None
         options = step.options
         group = step.query.shape[1] // step.key.shape[1]
         # Not rounded to the model's type: that would shift the low tier against the exact one, by whole logits where
@@ -163,7 +173,7 @@ class TieredKV(LayerKV):
             parts.append(packed_partial(balanced, *codes, positions=entries.get("position"), **options))
         parts += self._high_parts(step, balanced, options)
         self._score(step, balanced, joint_lse(parts, step.sinks))
-        return merge_partials(parts, step.sinks).to(step.query.dtype)
+        return parts
 
     def _high_parts(self, step: Step, balanced: Tensor, options: dict[str, Any]) -> list[Partial]:
         """Attention over the high tier, whose last T entries are the queries' own."""

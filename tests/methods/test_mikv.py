@@ -16,6 +16,7 @@ from kvbench.method import Budget, LayerShape, Moment, Shape
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.eviction.h2o import H2O
 from kvbench.methods.quantization.mikv import MiKV
+from kvbench.registry import find_method
 from kvbench.store import tiers
 
 DIM, GROUP, HEADS, LONGEST = 8, 2, 2, 100
@@ -296,6 +297,20 @@ def test_the_low_tier_is_packed(bits, group):
         assert proof.acted
         assert proof.facts["entries_quantized"] == 2 * 2 * 45
         assert proof.facts["entries_dropped"] == 0
+
+
+def test_a_draft_is_scored_by_the_tokens_that_the_full_cache_reads():
+    """In mikv+vericache: by those of the question, and by accepted ones."""
+    model = tiny_model()
+    method = find_method("mikv+vericache")().bind(model).fit(None, model.shape(60))
+    with Session(model, method, capacity=90) as session:
+        session.prefill(ids(60))
+        before = [x.draft.scores.sum() for x in session.layers]
+        session.ask(ids(9, seed=2)[0].tolist(), 8, stop=frozenset())
+        for store, mass in zip(session.layers, before, strict=True):
+            assert store.draft.scores.sum() > mass
+            later = (store.draft.positions >= 60) & (store.draft.positions < 75)
+            assert later.any() and (store.draft.scores[later] > 0).all()
 
 
 def test_the_card_s_sizes():
