@@ -62,7 +62,7 @@ class Nosa(ReadingMethod):
 
     card: ClassVar[Card] = Card(
         name="nosa",
-        version="2",
+        version="3",
         title="NOSA: Native and Offloadable Sparse Attention",
         idea="Entries in host memory are slow to fetch, so the choice should change little from token to token. The "
         "query chooses only a quarter of the blocks; a trained score of each entry's value chooses most of the others.",
@@ -165,7 +165,8 @@ class Nosa(ReadingMethod):
         chosen = self.choose(kv, step)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, : kv.indexed] = chosen.repeat_interleave(self.block, 2)[..., : kv.indexed]
-        return kv.read(step, mask, kv.scan(kv.code("score")[:, :, :seen]))
+        scores = kv.code("score")
+        return kv.read(step, mask, lambda _, batch, head, entry: kv.scan(scores[batch, head, entry]))
 
     def choose(self, kv: ChosenKV, step: Step) -> Tensor:
         """Mark the blocks that one token reads. [B, H_kv, blocks]"""
@@ -179,16 +180,22 @@ class Nosa(ReadingMethod):
 
     def index_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes of compressed keys, and of the scores of entries and blocks."""
+        return self._block_bytes(layer, shape) + layer.kv_heads * shape.length * SCORE_BYTES
+
+    def _block_bytes(self, layer: LayerShape, shape: Shape) -> int:
+        """Bytes of compressed keys, and of the scores of blocks."""
         strides, blocks = -(-shape.length // (self.block // STRIDES)), -(-shape.length // self.block)
-        keys = strides * layer.key_dim * shape.itemsize
-        return layer.kv_heads * (keys + (shape.length + blocks) * SCORE_BYTES)
+        return layer.kv_heads * (strides * layer.key_dim * shape.itemsize + blocks * SCORE_BYTES)
 
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
-        """Bytes that a token reads: the index, its own score, and blocks, of which the context's last may be short."""
+        """Bytes that a token reads: by block what chooses, and the entries of the chosen ones with their scores.
+
+        The context's last block may be short. The token's own score is among them.
+        """
         assert self.rows is not None
         entries = self.rows // self.block * self.block - -shape.length % self.block
-        index = self.index_bytes(layer, shape) + layer.kv_heads * SCORE_BYTES
-        return index + self.entry_bytes(layer, shape) * entries // self.rows
+        scores = layer.kv_heads * (entries + 1) * SCORE_BYTES
+        return self._block_bytes(layer, shape) + scores + self.entry_bytes(layer, shape) * entries // self.rows
 
     def _train(self, model: Model) -> Mapping[str, Tensor]:
         """Train on the manual."""
