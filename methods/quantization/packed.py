@@ -66,6 +66,10 @@ class PackedMethod(Method):
         """Whether the context is too short for a packed block."""
         return max(shape.entries(x) for x in shape.layers) < self.residual
 
+    def later_bytes(self, shape: Shape, tokens: int) -> int:
+        """Room for later tokens, and for the exact keys and values that are not there yet."""
+        return super().later_bytes(shape, tokens + 2 * self.residual)
+
     def layer(self, index: int) -> LayerKV:
         """A store like the other method's, which is packed at the end of the context."""
         store = super().layer(index)

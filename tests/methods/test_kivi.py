@@ -47,6 +47,17 @@ def test_whole_blocks_leave_no_key_behind(length):
             assert store.entries_kept() == [length, length]
 
 
+@pytest.mark.parametrize("later", [8, 64, 144])
+@pytest.mark.parametrize("residual", [R, 128])
+def test_room_for_later_tokens_is_within_its_bound(residual, later):
+    """Exact keys and values have room for two blocks each, of which the context fills a part."""
+    for length in (300, 319, 320):
+        with Session(tiny_model(), Kivi(residual=residual), capacity=length + later) as session:
+            session.prefill(ids(length))
+            room = sum(x.nbytes() for x in session.layers) - session.method.declared_bytes(session.shape)
+            assert room <= session.method.later_bytes(session.shape, later)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_every_element_is_within_half_a_scale(bits):
     """The first layer stores the entries with errors of at most half the group's scale, and the last ones exactly."""
