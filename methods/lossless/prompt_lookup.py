@@ -53,7 +53,8 @@ class PromptLookup(Proposed):
         texts = torch.cat([self.held(session).ids.to(token.device, torch.long), token[:, None]], dim=1)
         found = [look_up(text, self.longest, count) for text in texts]
         most = max(len(x) for x in found)
-        return torch.stack([torch.cat([x, x.new_zeros(most - len(x))]) for x in found])  # what is added is rejected
+        # Zeros fill shorter drafts of a batch: each is rejected, unless the target chooses that token, too.
+        return torch.stack([torch.cat([x, x.new_zeros(most - len(x))]) for x in found])
 
 
 def look_up(text: Tensor, longest: int, count: int) -> Tensor:

@@ -145,7 +145,8 @@ class FluxAttention(SparsePrefillMethod):
             "later. Blocks are rounded down, to one at least; the authors' code rounds them up. In a context below "
             "4,096 tokens, both are the share of it that they are of 4,096, and blocks are smaller than 128 tokens."),
             ("A router reads the 100 first and the 100 last tokens, the default of the authors' code; their training "
-            "script sets 150."),
+            "script sets 150. Of a shorter prompt it reads every token once; their code reads those in the middle of "
+            "101 to 199 tokens twice."),
             ("In training a layer mixes full and sparse attention by a gate between 0 and 1; the authors' gate is 0 or "
             "1, and the gradient passes through it. Every other router starts sparse; the authors' all start full."),
             ("Training pulls the mean share of sparse layers up to a target, and leaves it alone above; the authors "

@@ -64,6 +64,7 @@ class Nvfp4(CastMethod):
             "the mean square, 0.73 % with even levels and 0.07 % with fp8. The bundled model is sure of nearly every "
             "token, so an error rarely matters and then costs much: on niah_multikey_1 at 1,024 tokens (20 contexts), "
             "3 of 100 answer tokens changed, by 17 nats each, and keys alone did it."),
+            "With scale=one, numbers beyond 2,688 become 2,688.",
             "In plain PyTorch a step is slower than with the full cache: all numbers are converted in every step.",
         ),
     )

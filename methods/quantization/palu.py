@@ -67,7 +67,8 @@ class Palu(CodedMethod):
             "the text's."),
             ("Below 16 bits, latents are coordinates in an orthonormal basis, quantized with a scale and a minimum per "
             "token and head. The authors' latents carry the square roots of the singular values and have one scale "
-            "and a whole zero point per token and group of heads. Their code rotates them only if asked to."),
+            "and a whole zero point per token and group of heads. Their code rotates them only if asked to. Here "
+            "scales are rounded up and minima down to float16."),
             ("All layers have the same rank; the paper gives layers different ranks by the Fisher information, for "
             "which it needs gradients."),
             ("A rank is a whole number per head, rounded down; the authors' code rounds that of a group of heads to a "

@@ -63,7 +63,11 @@ class CacheCraft(ReuseMethod):
             "Documents on which the question does not focus are computed again like others.",
             "All variants of a document are kept: those of every earlier prompt of the example.",
         ),
-        unverified=("alpha: the paper chooses it on validation data.",),
+        unverified=(
+            "alpha: the paper chooses it on validation data.",
+            ("A token's attention to its own document includes itself. Two implementations of others differ in this; "
+            "the paper's equation was not at hand."),
+        ),
         limits=(*LIMITS, "Attention weights are computed a second time while an earlier prompt runs, in blocks."),
     )
 

@@ -41,6 +41,8 @@ class FusionRag(ReuseMethod):
             "documents are those of the earlier prompts."),
             ("One similar document; the authors' runner takes 9 of a corpus (`topk=10`, the document among them). "
             "Earlier prompts have about four: with 9, each would run behind all others, whatever their similarity."),
+            ("All tokens after the documents choose what is computed again; the authors' code takes those after "
+            "`Question: ` only."),
         ),
         limits=(*LIMITS, "The question must stand in the prompt (`--visibility visible`)."),
     )
