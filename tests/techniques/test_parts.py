@@ -34,7 +34,7 @@ def test_a_part_is_trained_once_for_a_model_and_its_element_type():
         return {"x": torch.ones(3)}
 
     for dtype in ("float32", "bfloat16", "float32"):
-        find_part(Locret(), SimpleNamespace(id="m", sha256="0", dtype=dtype), train, "of a test")
+        find_part(Locret(), SimpleNamespace(id="m", sha256="0", dtype=dtype, device_map=None), train, "of a test")
     assert len(calls) == 2
 
 
