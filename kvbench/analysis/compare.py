@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.metrics import share_scale
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_least_p, flip_signs, group_ties
 from kvbench.errors import UserError, unknown
 from kvbench.runs.files import read_file
@@ -33,7 +34,10 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The score of a run minus the baseline's on their common questions; None if one failed or none is common."""
+    """The score of a run minus the baseline's on their common questions.
+
+    None if one failed, no question is common, or their metrics have no common scale.
+    """
 
     run_id: str
     n: int
@@ -164,7 +168,7 @@ def compare_runs(first: FinishedRun, others: Sequence[FinishedRun]) -> list[Diff
 
 
 def compare_pair(first: FinishedRun, other: FinishedRun) -> Difference:
-    """The paired difference of two runs' scores; n = 0 if one failed."""
+    """The paired difference of two runs' scores; n = 0 if one failed or their metrics have no common scale."""
     pairs = {} if "failed" in (first.result.status, other.result.status) else _pair(first, other)
     if not pairs:
         return Difference(other.result.run_id, 0, 0, None, None, None, None)
@@ -289,8 +293,13 @@ def is_full(result: Result) -> bool:
 
 
 def _pair(first: FinishedRun, other: FinishedRun) -> dict[tuple[str, int], tuple[float, float]]:
-    """Both scores of each common question (equal prompt hash), by sample and turn in sorted order."""
-    pairs = {}
+    """Both scores of each common question (equal prompt hash), by sample and turn in sorted order.
+
+    Empty if their metrics have no common scale.
+    """
+    pairs: dict[tuple[str, int], tuple[float, float]] = {}
+    if not share_scale(first.result.score, other.result.score):
+        return pairs
     for key in sorted(first.lines.keys() & other.lines.keys()):
         a, b = first.lines[key], other.lines[key]
         if a.score is not None and b.score is not None and a.prompt_hash == b.prompt_hash:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.analysis.compare import PROTOCOL, compare_pair, get_field, require_one_task
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.metrics import share_scale
 from kvbench.analysis.significance import compare_scores
 from kvbench.errors import UserError
 from kvbench.registry import refuse_unregistered
@@ -78,13 +79,16 @@ def find_rerun(first: FinishedRun) -> Change:
 
 
 def measure(first: FinishedRun, other: FinishedRun) -> ScoreShift | None:
-    """The other run's score minus the first's, paired on common questions; None if one has no score."""
+    """The other run's score minus the first's, paired on common questions.
+
+    None if one has no score, or their metrics have no common scale.
+    """
     found = compare_pair(first, other)
     if found.mean is not None:
         return ScoreShift(found.mean, found.ci95, found.n)
     a, b = first.result.score, other.result.score
     failed = "failed" in (first.result.status, other.result.status)
-    if failed or a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
+    if failed or not share_scale(a, b) or a.mean is None or b.mean is None or a.ci95 is None or b.ci95 is None:
         return None
     mean = b.mean - a.mean
     down = math.hypot(b.mean - b.ci95[0], a.ci95[1] - a.mean)

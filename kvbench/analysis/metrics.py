@@ -13,6 +13,14 @@ NATS = "token_nll"
 """The mean negative log-likelihood of a token, in nats; shown as its exponential, the perplexity."""
 
 
+def share_scale(first: Score, other: Score) -> bool:
+    """Whether a difference of two scores means something: they have one metric, or higher is better in both.
+
+    Metrics of which higher is better are shares of right answers, such as a published scorer and its strict one.
+    """
+    return first.metric == other.metric or (first.higher_is_better and other.higher_is_better)
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric as tables and charts show it."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvbench.analysis.compare import find_alike, is_full
 from kvbench.analysis.load import FinishedRun
+from kvbench.analysis.metrics import share_scale
 from kvbench.runs.results import Result
 from kvbench.runs.stats import CONFIDENCE, draw_clusters
 
@@ -58,7 +59,10 @@ def is_floor(result: Result) -> bool:
 
 
 def _recover(run: FinishedRun, floor: FinishedRun, full: FinishedRun) -> Recovery | None:
-    sign = 1 if run.result.score.higher_is_better else -1
+    score = run.result.score
+    if not all(share_scale(score, x.result.score) for x in (floor, full)):
+        return None
+    sign = 1 if score.higher_is_better else -1
     rows: list[tuple[str, float, float, float]] = []
     for key in sorted(run.lines.keys() & floor.lines.keys() & full.lines.keys()):
         several = [x.lines[key] for x in (run, floor, full)]

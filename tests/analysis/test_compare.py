@@ -51,7 +51,7 @@ TURNS = 2
 
 def run(
     name: str, scores: dict[tuple[int, int], float | None], *, full: bool = False, prompt: str = "p",
-    status: str = "ok", higher: bool = True, trained: bool = False,
+    status: str = "ok", higher: bool = True, trained: bool = False, metric: str = "m",
 ) -> FinishedRun:
     """A finished run with given scores by sample and turn."""
     lines = {
@@ -72,7 +72,7 @@ def run(
             asked=None, kind="none" if full else "stored", resolved={"trained_on": TASKS} if trained else {}
         ),
         score=Score(
-            metric="m", higher_is_better=higher, mean=sum(found) / len(found) if (found := _known(scores)) else None,
+            metric=metric, higher_is_better=higher, mean=sum(found) / len(found) if (found := _known(scores)) else None,
             partial_mean=None, ci95=None, by_turn=(),
         ),
     )
@@ -268,6 +268,16 @@ def test_a_run_that_failed_or_has_other_questions_gets_no_verdict():
     found += compare_runs(run("failed", FULL, status="failed"), [run("other", FULL)])
     assert [(x.judge(higher_is_better=True), x.too_few, x.within_noise) for x in found] == [("", False, None)] * 3
     assert [(x.n, x.contexts, x.mean) for x in found] == [(0, 0, None)] * 3
+
+
+@pytest.mark.parametrize(("metric", "higher", "n"), [("nll", False, 0), ("m, first value", True, 10)])
+def test_scores_of_other_metrics_are_subtracted_only_if_both_are_shares(metric, higher, n):
+    """A log-probability of 2 is not 1 above a share of right answers of 1; a strict scorer gives a share, too."""
+    full = run("full", {(i, 0): 1.0 for i in range(10)}, full=True)
+    other = run("other", {(i, 0): (0.5 if higher else 2.0) for i in range(10)}, higher=higher, metric=metric)
+    (found,) = compare_runs(full, [other])
+    assert (found.n, found.mean is None) == (n, n == 0)
+    assert [x.n for x in find_regressions([full, other])] == ([n] if n else [])
 
 
 def test_more_runs_need_larger_differences():

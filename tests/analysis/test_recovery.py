@@ -18,11 +18,12 @@ class Run:
     lines: dict
 
 
-def make(name, scores, reuse=None, *, full=False, hashes="same", higher=True):
+def make(name, scores, reuse=None, *, full=False, hashes="same", higher=True, metric="m"):
     """A run with one question per context."""
     result = SimpleNamespace(
         status="ok", run_id=name, reuse=reuse, lossless=None, budget=SimpleNamespace(kind="none"),
-        effect=SimpleNamespace(n=0 if full else len(scores)), score=SimpleNamespace(higher_is_better=higher),
+        effect=SimpleNamespace(n=0 if full else len(scores)),
+        score=SimpleNamespace(metric=metric, higher_is_better=higher),
     )
     lines = {(f"s{i}", 0): SimpleNamespace(score=x, prompt_hash=hashes, index=i) for i, x in enumerate(scores)}
     return Run(result, lines)
@@ -45,6 +46,12 @@ def test_a_run_below_no_context_is_below_zero():
     (found,) = find_recoveries(runs)
     assert found.share == pytest.approx(-0.5)
     assert found.ci95 == pytest.approx((-0.5, -0.5))
+
+
+def test_scores_of_other_metrics_are_not_subtracted():
+    """A log-probability is no share of right answers, which full prefill and no context have here."""
+    full, floor = make("full", [1, 1], full=True), make("none", [0, 0], FLOOR)
+    assert find_recoveries([full, floor, make("ours", [2.5, 2.0], REUSE, higher=False, metric="nll")]) == []
 
 
 def test_errors_are_recovered_where_lower_is_better():
