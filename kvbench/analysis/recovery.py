@@ -21,6 +21,8 @@ from kvbench.runs.stats import CONFIDENCE, draw_clusters
 DRAWS = 10_000
 SEED = 20260730
 """KVShareArena's number of draws and seed."""
+ROUNDING = 1e-9
+"""Shares that differ by less are the same."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Recovery:
     share: float | None
     """None: full prefills are not better than no context, so there is nothing to recover."""
     ci95: tuple[float, float] | None
-    """Paired bootstrap over contexts; None where some draws have no gap."""
+    """Paired bootstrap over contexts; None where some draws have no gap, or all draws the same share."""
     gap: float
     """Score of full prefills minus score without context."""
     contexts: int
@@ -79,8 +81,9 @@ def _recover(run: FinishedRun, floor: FinishedRun, full: FinishedRun) -> Recover
     drawn = np.concatenate([sums[x].sum(1) for x in draw_clusters(len(sums), DRAWS, SEED)])  # [draws, 4]
     gaps = drawn[:, 2] - drawn[:, 1]
     ends = None
-    if gaps.min() > 0:
-        low, high = np.quantile((drawn[:, 0] - drawn[:, 1]) / gaps, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    shares = (drawn[:, 0] - drawn[:, 1]) / gaps if gaps.min() > 0 else np.zeros(1)
+    if np.ptp(shares) > ROUNDING:  # contexts that all agree say nothing about how far others may lie
+        low, high = np.quantile(shares, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
         ends = float(low), float(high)
     share = float(ours - lower) / gap if gap > 0 else None
     return Recovery(run.result.run_id, share, ends, gap, len(sums), full.result.run_id)

@@ -45,7 +45,14 @@ def test_a_run_below_no_context_is_below_zero():
     runs = [make("full", [1.0] * 30, full=True), make("none", [0.5] * 30, FLOOR), make("ours", [0.25] * 30, REUSE)]
     (found,) = find_recoveries(runs)
     assert found.share == pytest.approx(-0.5)
-    assert found.ci95 == pytest.approx((-0.5, -0.5))
+
+
+@pytest.mark.parametrize("n", [1, 30])
+def test_contexts_that_agree_have_no_interval(n):
+    """Draws that all give one share do not show that other contexts give it, too."""
+    runs = [make("full", [0.9] * n, full=True), make("none", [0.2] * n, FLOOR), make("ours", [0.9] * n, REUSE)]
+    (found,) = find_recoveries(runs)
+    assert (found.share, found.ci95) == (pytest.approx(1), None)
 
 
 def test_scores_of_other_metrics_are_not_subtracted():
