@@ -43,14 +43,14 @@ def find_exact_interval(clusters: Sequence[Sequence[float]]) -> tuple[float, flo
 
     The number of questions is replaced by the effective number, at which independent answers would vary as much as the
     contexts do; at least the number of contexts, at most that of questions. If the contexts do not vary, as at 0 and
-    1, it is the number of contexts.
+    1, it is the number of contexts. Contexts of unequal size count as fewer of equal size (Kish 1965).
     """
     from scipy.special import betaincinv, stdtrit  # type: ignore[import-untyped]
 
     right, asked = (np.array([f(x) for x in clusters], dtype=float) for f in (sum, len))
     contexts, questions = len(clusters), float(asked.sum())
     mean = float(right.sum()) / questions
-    n = float(contexts)
+    n = questions**2 / float((asked**2).sum())
     if (right * questions != right.sum() * asked).any():  # exact, where the variance may be rounded to more than 0
         variance = contexts / (contexts - 1) * float(((right - mean * asked) ** 2).sum()) / questions**2
         upper = (1 + CONFIDENCE) / 2

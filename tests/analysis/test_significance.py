@@ -341,6 +341,13 @@ def test_an_interval_counts_contexts_where_their_answers_agree():
     assert spread == pytest.approx(find_interval([[1.0]] * 8 + [[0.0]] * 2))  # no variation: contexts are counted
 
 
+def test_contexts_of_unequal_size_count_as_fewer():
+    """One context with half of the questions weighs as ten others: 20^2 / (10 + 10^2) = 3.6 contexts."""
+    low, high = find_interval([[1.0]] * 10 + [[1.0] * 10])
+    assert (low, high) == (pytest.approx(0.025 ** (110 / 400)), 1.0)
+    assert find_interval([[1.0] * 4] * 10)[0] == pytest.approx(0.025**0.1)
+
+
 def test_an_interval_has_the_published_number_of_questions():
     """By hand, of 10 contexts with 5 questions (Korn and Graubard): 45 of right answers 5, 5, 4, 5, 3, 5, 4, 5, 5, 4.
 
