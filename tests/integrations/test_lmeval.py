@@ -329,6 +329,21 @@ def test_chat_template_goes_before_an_answer_that_is_begun():
     assert model.apply_chat_template(begun, add_generation_prompt=False) == "[user]Hi[assistant]So"
 
 
+def test_a_template_without_system_messages_loses_them(capsys):
+    """Gemma's template refuses them, and lm_eval makes one of a task's description. One line says so."""
+    model = KvbenchModel(method="full", device="cpu")
+    model.tokenizer.chat_template = (
+        "{% for x in messages %}{% if x.role in ['system', 'tool'] %}{{ raise_exception('Role not supported') }}"
+        "{% endif %}[{{x.role}}]{{x.content}}{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Hi"}]
+    capsys.readouterr()
+    assert [model.apply_chat_template(talk) for _ in range(2)] == ["[user]Hi", "[user]Hi"]
+    assert capsys.readouterr().err.count("Role not supported") == 1
+    with pytest.raises(UserError, match="Role not supported"):
+        model.apply_chat_template([{"role": "tool", "content": "1"}])
+
+
 # Its tasks in our runs
 
 

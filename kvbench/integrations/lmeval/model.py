@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any, Self
 
 import lm_eval.models  # noqa: F401  # fills the registry; registering a model first would prevent that
 import torch
+from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from kvbench import __version__
 from kvbench.budget import Budget
 from kvbench.engine.session import Session
-from kvbench.errors import UserError, unknown
+from kvbench.errors import UserError, first_line, unknown
 from kvbench.hf import load_model
 from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.tally import Tally
@@ -101,6 +103,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self.lossless = self.method.fit(self.budget, longest).identity(longest)
         self.tokenizer = self.model.tokenizer
         self.tallies: dict[str, Tally] = {}
+        self.drops_system = False
         self._device = self.model.device
 
     # Interface of lm_eval
@@ -152,13 +155,35 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """Format a conversation; without a generation prompt its last message is continued."""
+        """Format a conversation; without a generation prompt its last message is continued.
+
+        A conversation that the template refuses loses its system messages, as in lm_eval: some templates have no place
+        for them, and lm_eval puts a task's description there.
+
+        Raises:
+            UserError: there is no template, or it refuses the rest, too.
+        """
         if self.tokenizer.chat_template is None:
             raise UserError(f"model {self.model.id} has no chat template. Leave --apply_chat_template out.")
-        return str(self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+        render = partial(
+            self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        ))
+        )
+        try:
+            return str(render(chat_history))
+        except TemplateError as error:
+            rest = [x for x in chat_history if x["role"] != "system"]
+            try:
+                text = str(render(rest))
+            except TemplateError:
+                raise UserError(
+                    f"the chat template of model {self.model.id} cannot be rendered: {first_line(error)}. "
+                    "Leave --apply_chat_template out."
+                ) from error
+            if not self.drops_system:  # one line for all prompts
+                say(f"the chat template takes no system message ({first_line(error)}): prompts leave theirs out.")
+                self.drops_system = True
+            return text
 
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids; by default with the tokenizer's special tokens, unless the text begins with them already."""
