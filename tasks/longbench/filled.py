@@ -4,6 +4,9 @@ The published code tokenizes the filled prompt; if it is too long, it keeps the 
 tokens, decodes them and puts the text into the chat template. The question belongs to the last half, so the cut must be
 made on the filled prompt and not on the context alone. Where decoding changes the text after the context (a normalized
 letter, a special token's name), that text stays as it is in the record, and is found by its place.
+
+LongBench's first version decodes the halves one by one, as is done here for all. LongBench v2 and InfiniteBench decode
+them together, which differs where the last half begins with a space and the tokenizer (Llama-2) omits it there.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ Intended differences from the runner:
   runner repeats the target of the last question.
 - With own history and no chat template, a blank line separates an answer from the next question; the runner has nothing
   there, or an end-of-sequence token after a truncated answer.
+- With own history and no chat template, a follow-up of scbench_choice_eng ends as with reference history (`The letter
+  of the correct answer is`); the runner's ends with `The the correct answer is`.
 - Every record is cut to the requested number of turns; the runner cuts none if the first record has no more than that.
 - The middle of the context is cut; the runner cuts the middle of the whole first prompt, which lies some tokens later.
   With multi-request, the length includes the first question.
