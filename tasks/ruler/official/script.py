@@ -6,7 +6,8 @@ scripts' `random_seed` (42 in RULER's runs). The scripts shuffle with a new gene
 the answer is in the same slot of all prompts of one size; kvbench's other RULER tasks avoid this.
 
 A prompt is RULER's text with the template `base` inside the model's own chat template, whose tokens are reserved as
-with `--prepare_for_ns`. As in RULER, special tokens that the tokenizer adds are not counted.
+with `--prepare_for_ns`, but without those of RULER's placeholder `{task_template}`, about four, so that a prompt with a
+chat template may have one more unit of haystack. As in RULER, special tokens that the tokenizer adds are not counted.
 """
 
 from __future__ import annotations

@@ -47,7 +47,11 @@ def draw(run: Run, n: int, *, shot: bool) -> Sample:
     if len(set(names)) <= HOPS:
         while len(set(names)) <= HOPS:
             names.append(draw_name(run, letters))
-        raise ScriptError(  # the script makes a second chain of the surplus names
+        # The script makes a second chain of the surplus names. It has drawn the values of both when it fails.
+        if not shot:
+            draw_value(run)
+            draw_value(run)
+        raise ScriptError(
             "RULER's script drew a variable twice, which ends it with an error. Use another --seed."
         )
     chain = VariableChain(SHOT_VALUE if shot else draw_value(run), tuple(names))

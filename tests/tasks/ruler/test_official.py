@@ -22,11 +22,11 @@ from kvbench.errors import UserError
 from kvbench.task import Mode, Split
 from kvbench.tasks.ruler.documents import read_squad
 from kvbench.tasks.ruler.haystack import read_sentences
-from kvbench.tasks.ruler.official import niah
+from kvbench.tasks.ruler.official import niah, vt
 from kvbench.tasks.ruler.official.counts import OfficialCwe, OfficialFwe, read_words
 from kvbench.tasks.ruler.official.niah import OfficialNiah, Pairs
 from kvbench.tasks.ruler.official.qa import OfficialQa
-from kvbench.tasks.ruler.official.script import Run, find_size, guess_high
+from kvbench.tasks.ruler.official.script import Run, ScriptError, find_size, guess_high
 from kvbench.tasks.ruler.official.vt import OfficialVt
 
 PUBLISHED = {
@@ -195,6 +195,18 @@ def test_what_rulers_script_cannot_do_is_said(make, mini_tokenizer, name, reques
     with pytest.raises(UserError, match=message) as caught:
         some(make(name), mini_tokenizer, **request_)
     assert "\n" not in str(caught.value)
+
+
+def test_a_variable_that_is_drawn_twice_takes_two_values(mini_tokenizer, monkeypatch):
+    """RULER's script draws one for each of the two chains before it fails, so the next draw has the third."""
+    run, other = (Run(42, 1024, 0, mini_tokenizer, "\n") for _ in range(2))
+    values = [vt.draw_value(other) for _ in range(3)]
+    names = iter(["ABCDE", "ABCDE", "BCDEF", "CDEFG", "DEFGH", "EFGHI"])
+    with monkeypatch.context() as patch:
+        patch.setattr(vt, "draw_name", lambda *_: next(names))
+        with pytest.raises(ScriptError, match="drew a variable twice"):
+            vt.draw(run, 5, shot=False)
+    assert f"the value {values[2]} in" in vt.draw(run, 5, shot=False).question
 
 
 def test_a_template_that_alone_is_too_long_is_refused(make, chars):
