@@ -5,6 +5,9 @@ model's tokenizer makes more or fewer than the nominal 4,096 tokens of them, and
 cut, so `--length` must have room for the longest record. Without a chat template, a line break precedes the answer
 prefix, as in kvpress.
 
+Where a chat template trims messages, as Llama-3's does, the space at the end of a question is left out; kvpress adds
+the question to the rendered text and keeps it.
+
 kvpress turns off the thinking mode of chat templates that have one; here the template is used as it is. The pinned
 commit is the one that public runs of kvpress name; it was not checked on the hub.
 """

@@ -82,8 +82,12 @@ class KeyValue(Task):
 
         what = f"{self.name} with {turns} turn{'s' if turns > 1 else ''}"
         n = largest_fit(count, length - MAX_NEW_TOKENS, least=turns, line=measure(self, tokenizer), what=what)
-        order = rng.sample(range(n), n)
-        return self.compose([drawn[i] for i in order], [order.index(turn) for turn in range(turns)], id=id)
+        while True:
+            order = rng.sample(range(n), n)
+            made = self.compose([drawn[i] for i in order], [order.index(turn) for turn in range(turns)], id=id)
+            if n == turns or count_prompt(self, made, tokenizer, frame) <= length - MAX_NEW_TOKENS:
+                return made
+            n -= 1  # tokens may reach over the border of two pairs, so that an order has more of them
 
     def minimum_length(self, turns: int, tokenizer: PreTrainedTokenizerBase) -> int:
         """Tokens of an example with the asked pairs only, generation included: the most over 16 draws."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvbench.errors import UserError
 from kvbench.task import encode, prompt_tokens
+from kvbench.tasks.scbench import kv
 from kvbench.tasks.scbench.kv import INTRO, KeyValue, KeyValueShort, KeyValueUuid
 
 TASKS = (KeyValueUuid(), KeyValueShort())
@@ -49,6 +50,22 @@ def test_prompt_fills_the_length(task: KeyValue, mini_tokenizer, seed, turns, ex
     used = prompt_tokens(encode(task, example, mini_tokenizer)) + example.turns[0].max_new_tokens
     pair = '"{0}": "{0}", '.format("8-" * 18 if task.name == "kv" else "mmmmmm-mmmmmm")
     assert length - len(mini_tokenizer(pair).input_ids) <= used <= length
+
+
+@each_task
+def test_an_order_of_pairs_with_more_tokens_has_fewer_pairs(task: KeyValue, mini_tokenizer, monkeypatch):
+    """As with tokenizers that merge over the border of two pairs: here every order but the first one has 100 more."""
+    plain = task.example(random.Random(0), id="x", length=1024, turns=2, tokenizer=mini_tokenizer)
+    count = kv.count_prompt
+
+    def count_more(self, example, tokenizer, frame):
+        return count(self, example, tokenizer, frame) + (0 if example.facts["depths"][0] < 0.01 else 100)
+
+    monkeypatch.setattr(kv, "count_prompt", count_more)
+    example = task.example(random.Random(0), id="x", length=1024, turns=2, tokenizer=mini_tokenizer)
+    assert count_more(task, example, mini_tokenizer, task.frame(mini_tokenizer)) <= 1024 - kv.MAX_NEW_TOKENS
+    assert example.facts["pairs"] < plain.facts["pairs"]
+    assert set(example.facts["keys"]) == set(plain.facts["keys"])
 
 
 @each_task
