@@ -159,7 +159,10 @@ class MixedPrompt:
             self.positions[start : start + count] = torch.arange(at, at + count, device=self.positions.device)
 
     def add_new(self, before: Sequence[int], ids: Sequence[int], start: int, *, at: int) -> None:
-        """Run tokens that no earlier prompt has, after those before; they count as computed. As `add` otherwise."""
+        """Run tokens that no earlier prompt has, behind those of `before`, and use their entries at this place.
+
+        They count as computed. at: the position of the first one.
+        """
         self.add(run_apart(self.model, before, ids), start, at=at)
         self._apart[start : start + len(ids)] = True
 

@@ -85,7 +85,7 @@ class LayerKV(DenseKV):
         return merge_partials(parts, step.sinks).to(step.query.dtype)
 
     def observe(self, step: Step) -> None:
-        """Note of a step without attention what `attend` would: nothing, unless a store scores entries there."""
+        """Score entries by a step whose attention is not computed; for stores that score them in `attend`."""
 
     def frozen_query(self, step: Step) -> Tensor:
         """The queries as they meet the frozen keys. [B, H_q, T, D]"""

@@ -14,7 +14,7 @@ from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
 
 SEEDS = 1 << 64
-"""Seeds that torch takes. A setting of eight digits, such as a date, would give a greater one."""
+"""Torch takes seeds below this number. A setting of eight digits, such as a date, would give a greater one."""
 
 
 @dataclass(frozen=True)
