@@ -21,7 +21,8 @@ CHUNK = 512
 LEAST_TOKENS = 16
 _FOUND: dict[str, tuple[Tensor, ...]] = {}
 """Measured tensors of every layer by their hash, in this process: too large for a result, which has the hash."""
-_HASHES: dict[tuple[type | Method, str, str, torch.device, int], str] = {}
+_MEASURED: dict[tuple[type | Method, str, str, str, int], tuple[str, tuple[Tensor, ...]]] = {}
+"""The hash and the tensors of every method, model, element type, placement and number of tokens."""
 
 
 def calibrate(
@@ -37,12 +38,13 @@ def calibrate(
 
 def remember(kind: type | Method, model: Model, tokens: int, find: Callable[[], tuple[Tensor, ...]]) -> str:
     """Find a tensor for every layer, once per process, method, loaded model and number of tokens; their hash."""
-    key = kind, model.sha256, model.dtype, model.device, tokens
-    if key not in _HASHES:
+    key = kind, model.sha256, model.dtype, str(model.device_map or model.device), tokens
+    if key not in _MEASURED:
         found = find()
-        _HASHES[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest()
-        _FOUND[_HASHES[key]] = found
-    return _HASHES[key]
+        _MEASURED[key] = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in found)).hexdigest(), found
+    sha256, tensors = _MEASURED[key]
+    _FOUND[sha256] = tensors  # those of a model on other devices may have the same hash
+    return sha256
 
 
 def calibrated(sha256: str, layer: int) -> Tensor:

@@ -44,7 +44,7 @@ def test_a_text_of_fewer_than_16_tokens_is_refused():
 
 
 def test_a_method_measures_once_for_each_loaded_model_and_number_of_tokens():
-    """Another method, other weights, another element type, device and text are measured anew."""
+    """Another method, other weights, another element type, device, spread over devices and text are measured anew."""
     class One:
         """A method."""
 
@@ -57,9 +57,21 @@ def test_a_method_measures_once_for_each_loaded_model_and_number_of_tokens():
         made.append(float(len(made)))
         return torch.tensor(-1.0), torch.tensor(made[-1])
 
-    model = SimpleNamespace(sha256="a", dtype="float32", device="cpu")
-    others = [SimpleNamespace(**{**vars(model), name: "b"}) for name in vars(model)]
+    model = SimpleNamespace(sha256="a", dtype="float32", device="cpu", device_map=None)
+    others = [SimpleNamespace(**{**vars(model), name: name}) for name in vars(model)]
     asked = [(One, model, 16), (One, model, 16), (Other, model, 16), *((One, x, 16) for x in others),
              (One, model, 17), (Other, model, 16)]
     names = [remember(*x, find) for x in asked]
-    assert [calibrated(x, 1).item() for x in names] == [0, 0, 1, 2, 3, 4, 5, 1]
+    assert [calibrated(x, 1).item() for x in names] == [0, 0, 1, 2, 3, 4, 5, 6, 1]
+
+
+def test_a_method_gets_the_tensors_on_the_devices_of_its_model():
+    """Also where those of a model on other devices have the same values, and with them the same hash."""
+    one = SimpleNamespace(sha256="a", dtype="float32", device="cpu", device_map=None)
+    spread = SimpleNamespace(**{**vars(one), "device_map": {"layers.0": "cpu", "layers.1": "cuda:0"}})
+    kind = type("Measured", (), {})
+    found = {}
+    for model in (one, spread, one):
+        name = remember(kind, model, 16, lambda: (torch.tensor(1.0),))
+        assert calibrated(name, 0) is found.setdefault(id(model), calibrated(name, 0))
+    assert found[id(one)] is not found[id(spread)]
