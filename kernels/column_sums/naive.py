@@ -31,13 +31,3 @@ def column_maxima(
     if factors is not None:
         weights = weights * factors.double()[:, None, None, :, None]
     return weights.amax((2, 3))
-
-
-def column_squares(
-    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:
-    """The sum of squared weights of each entry over the last T queries and its group's heads. [B, H_kv, N] float64"""
-    return attention_weights(
-        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks
-    ).square().sum((2, 3))

@@ -18,17 +18,17 @@ def is_repeated(query: Tensor, window: int | None, positions: Tensor | None) -> 
 
 
 def repeated_sums(
-    query: Tensor, keys: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None, power: int = 1
+    query: Tensor, keys: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Sums of weights, or of their squares, over all queries and the heads of the group. [B, H_kv, N] float32
+    """Sums of weights over all queries and the heads of the group. [B, H_kv, N] float32
 
     query: [B, H_q, T, D], expanded. keys: [B, H_kv, N, D].
     """
     logits, lse = _weigh(query, keys, scale, softcap, sinks)
-    after = (-power * lse).flip(-1).logcumsumexp(-1).flip(-1)  # log of the sum over this query and the later ones
+    after = (-lse).flip(-1).logcumsumexp(-1).flip(-1)  # log of the sum over this query and the later ones
     before = logits.shape[-1] - after.shape[-1]
     seen_by = torch.cat([after[..., :1].expand(*after.shape[:-1], before), after], dim=-1)
-    return (power * logits + seen_by).exp().sum(2).float()
+    return (logits + seen_by).exp().sum(2).float()
 
 
 def repeated_maxima(

@@ -50,22 +50,6 @@ def column_maxima(
     return best
 
 
-def column_squares(
-    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:
-    """The sum of squared weights of each entry over the last T queries and its group's heads. [B, H_kv, N] float32
-
-    query: [B, H_q, T, D], the queries of the last T entries. keys: [B, H_kv, N, D].
-    """
-    if is_repeated(query, window, positions):
-        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks, power=2)
-    squares = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-    for weights in _blocks(query, keys, scale, seen, window, positions, softcap, sinks):
-        squares[:, :, : weights.shape[-1]] += weights.square().sum((2, 3))
-    return squares
-
-
 def _blocks(
     query: Tensor, keys: Tensor, scale: float, seen: int, window: int | None, positions: Tensor | None,
     softcap: float | None, sinks: Tensor | None,

@@ -42,26 +42,13 @@ def column_maxima(
     )
 
 
-def column_squares(
-    query: Tensor, keys: Tensor, *, scale: float, seen: int, window: int | None = None, positions: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:
-    """The sum of squared weights of each entry over the last T queries; see `torch.column_squares`."""
-    if is_repeated(query, window, positions):
-        return repeated_sums(query, keys, scale=scale, softcap=softcap, sinks=sinks, power=2)
-    return weigh(
-        query, keys, scale=scale, seen=seen, window=window, positions=positions, softcap=softcap, sinks=sinks,
-        measure="square",
-    )
-
-
 def weigh(
     query: Tensor, keys: Tensor, *,
     scale: float, seen: int, lse: Tensor | None = None, window: int | None = None, positions: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, at: Tensor | None = None, logical: Tensor | None = None,
-    by_head: bool = False, measure: Literal["sum", "square", "max"] = "sum", factors: Tensor | None = None,
+    by_head: bool = False, measure: Literal["sum", "max"] = "sum", factors: Tensor | None = None,
 ) -> Tensor:
-    """The sum, the sum of squares or the maximum of the weights that queries put on each entry, in float32.
+    """The sum or the maximum of the weights that queries put on each entry, in float32.
 
     lse: [B, H_q, T], log of each query's normalizer, sinks included; None: computed in a first pass, which is `attend`
         without values.
@@ -163,8 +150,6 @@ def weigh_entries(
             weights = tl.where(visible, tl.exp2(logits - total[None, :]), 0.0)
             if measure == "max":
                 found = tl.maximum(found, tl.max(weights, 1))
-            elif measure == "square":
-                found += tl.sum(weights * weights, 1)
             else:
                 found += tl.sum(weights, 1)
         if by_head:

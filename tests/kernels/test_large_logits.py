@@ -8,7 +8,7 @@ import torch
 from kvbench.hf.rope import NO_ROPE
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.block_attention import block_attention
-from kvbench.kernels.column_sums import column_maxima, column_squares, column_sums
+from kvbench.kernels.column_sums import column_maxima, column_sums
 from kvbench.kernels.dense_attention import dense_attention
 from kvbench.kernels.page_select import page_bounds, page_scores, select_pages
 from kvbench.kernels.ragged_attention import dense_partial
@@ -44,7 +44,6 @@ SCORES = {
     "window_scores": lambda q, k: window_scores(q[:, :, -8:], k, scale=SCALE, seen=TOKENS),
     "column_sums": lambda q, k: column_sums(q, k, scale=SCALE, seen=TOKENS),
     "column_maxima": lambda q, k: column_maxima(q, k, scale=SCALE, seen=TOKENS),
-    "column_squares": lambda q, k: column_squares(q, k, scale=SCALE, seen=TOKENS),
     "column_sums of one query": lambda q, k: column_sums(
         q[:, :, :1].expand(-1, -1, TOKENS, -1), k, scale=SCALE, seen=TOKENS
     ),

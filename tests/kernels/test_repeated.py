@@ -7,14 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvbench.kernels.choice import using
-from kvbench.kernels.column_sums import column_maxima, column_squares, column_sums, naive
+from kvbench.kernels.column_sums import column_maxima, column_sums, naive
 
-PAIRS = [
-    (column_sums, naive.column_sums), (column_maxima, naive.column_maxima), (column_squares, naive.column_squares),
-]
+PAIRS = [(column_sums, naive.column_sums), (column_maxima, naive.column_maxima)]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima", "squares"])
+@pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima"])
 @pytest.mark.parametrize("size", [(2, 2), (10, 30)], ids=str)
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "softcap and sinks"])
@@ -33,7 +31,7 @@ def test_equals_separate_queries(attention, heads, error, size, pair, kernels, s
     assert error(found, oracle(query, keys, **options)) < 1e-5
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima", "squares"])
+@pytest.mark.parametrize("pair", PAIRS, ids=["sums", "maxima"])
 def test_early_queries_may_see_only_small_logits(pair, error):
     """The last logit is 300 above the others, more than float32's exponents span."""
     keys = torch.zeros(1, 1, 5, 8)
