@@ -45,15 +45,15 @@ With *bits* and *prompt* the settings determine the size, or the part of the pro
 *Trained* methods fit parameters: `dms` and `kvzap` on that manual, which is no task's text, when a run starts, and \
 the others on the tasks' train split, so that their runs have no rank ([leaderboard](leaderboard.md)).
 
-Two papers are here without a method of their own:
+Two papers have no method of their own:
 
-- [Tutti](https://arxiv.org/abs/2605.03375) is where entries are: the methods of Retrieval that have the setting \
-`tier` keep the context in a file per layer with `tier=file`, read what a step chose from the disk, and count bytes \
-by tier; `Session.save` and `Session.load` keep a whole cache in a file, bit for bit. Reads that the GPU issues, \
-objects that scatter and gather, and the schedule that loads a layer while another one computes are not there: a step \
-waits for its reads, so its time is no estimate of Tutti's.
-- [Sequential KV](https://arxiv.org/abs/2604.15356) is a bound without experiments, drawn as two lines by `kvbench \
-trace` ([traces](trace.md)).
+- [Tutti](https://arxiv.org/abs/2605.03375) places KV entries on disk. With `tier=file`, the methods of Retrieval that \
+have the setting `tier` keep the context in a file per layer, read the chosen entries from it in each step, and count \
+bytes by tier; `Session.save` and `Session.load` keep a whole cache in a file, bit for bit. Not implemented: reads \
+that the GPU issues, objects that scatter and gather, and loading a layer while another one computes. A step waits for \
+its reads, so its time is no estimate of Tutti's.
+- [Sequential KV](https://arxiv.org/abs/2604.15356) gives bounds and has no experiments; `kvbench trace` draws them as \
+two lines ([traces](trace.md)).
 """
 
 

@@ -22,8 +22,8 @@ class ElasticCacheText(AttentionSums):
         name="elastic-cache-text",
         version="2",
         title="Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-        idea="Dropping an entry loses it, merging it into a neighbor does not quite. The outermost tokens stay as they "
-        "are. The most attended others are anchors, and each becomes the mean of the entries nearest to it.",
+        idea="Merging an entry into a neighbor loses less than dropping it. The outermost tokens stay as they are. "
+        "The most attended others are anchors, and each becomes the mean of the entries nearest to it.",
         arxiv="2407.18121",
         year=2024,
         family="merging",

@@ -51,7 +51,7 @@ class Kvtc(StreamMethod):
         name="kvtc",
         title="KV Cache Transform Coding for Compact Storage in LLM Inference",
         idea="Channels of all heads are correlated, so principal components hold most of a cache in a few numbers. "
-        "Each component gets the bits that its variance is worth, many none, and DEFLATE takes the rest.",
+        "Each component gets the bits that its variance is worth, many get none, and DEFLATE compresses the codes.",
         arxiv="2511.01815",
         year=2025,
         family="quantization",

@@ -34,7 +34,7 @@ class LeoAM(ReadingMethod):
     card: ClassVar[Card] = Card(
         name="leoam",
         title="LeoAM: Adaptive KV management over GPU, CPU and disk for long-context inference on one GPU",
-        idea="Most of a context is a desert without attention, for which one bound of a large chunk is enough. "
+        idea="Most of a context receives hardly any attention, so one bound per large chunk is enough there. "
         "Only chunks that may hold important keys are halved, so few bounds and few entries are read from the disk.",
         arxiv="2506.20187",
         year=2025,

@@ -17,7 +17,7 @@ class ConcatAligned(ApartMethod):
         name="concat-aligned",
         title="Concatenation of cached documents with aligned positions",
         idea="The entries of each document were computed without the others. Their keys are rotated to their positions "
-        "in the prompt, which is exact; that no document saw those before it is the loss.",
+        "in the prompt, which is exact; the error that remains is that no document attended to those before it.",
         arxiv=None,
         year=None,
         family="reuse",

@@ -18,7 +18,7 @@ class Pie(ReuseMethod):
         name="pie",
         title="Let the code LLM edit itself when you edit the code",
         idea="Where a cached text is edited, only the inserted tokens are computed. The keys behind an edit are "
-        "rotated by its change of length; that they still reflect the old text is the loss.",
+        "rotated by its change of length; the error that remains is that they still reflect the old text.",
         arxiv="2407.03157",
         year=2024,
         family="reuse",

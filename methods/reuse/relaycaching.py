@@ -44,8 +44,8 @@ class RelayCaching(ReuseMethod):
         name="relaycaching",
         version="2",
         title="RelayCaching: reusing decoding-phase caches between agents",
-        idea="Text that one agent wrote is read by the next, and its entries exist. They deviate mainly in middle "
-        "layers and on few tokens, and these are computed again.",
+        idea="Text that one agent wrote is read by the next, which can take over its entries. They deviate mainly in "
+        "middle layers and on few tokens, and these are computed again.",
         arxiv="2603.13289",
         year=2026,
         family="reuse",
