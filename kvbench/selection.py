@@ -39,7 +39,7 @@ class ScoredMethod(Method):
         """Score of each entry; infinite for protected ones. [B, H_kv, n] float32"""
 
     def summed(self, step: Step, kv_heads: int) -> int:
-        """Attention weights of which a score is the sum; 1: it is a mean, or no attention. kv_heads: of the layer."""
+        """How many attention weights a score adds up; 1: it is a mean, or no attention. kv_heads: of the layer."""
         del step, kv_heads
         return 1
 

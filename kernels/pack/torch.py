@@ -121,7 +121,7 @@ def quantize(x: Tensor, bits: int, *, tokens: int = 1, channels: int = 1) -> Cod
     levels = 2**bits - 1
     grouped = x.float().unflatten(-1, (-1, channels)).unflatten(-3, (-1, tokens))  # [..., n/t, t, D/c, c]
     scale, minimum = parameters(grouped.amin((-3, -1), keepdim=True), grouped.amax((-3, -1), keepdim=True), levels)
-    if not (minimum.isfinite().all() and scale.isfinite().all()):
+    if not (minimum.isfinite() & scale.isfinite()).all():
         raise ValueError(f"{refusal(bits)} They go from {x.amin().item():.4g} to {x.amax().item():.4g}.")
     codes = (grouped - minimum.float()) / scale.float().masked_fill(scale == 0, 1.0)
     # The range is covered, so clamping changes nothing; a larger code would overwrite the bits of others.

@@ -327,6 +327,12 @@ def denoise(
     )
 
 
+def require_single(denoising: Denoising, name: str, reason: str) -> None:
+    """Raise a `UserError` if there are several sequences; `reason` says why the policy `name` decodes one."""
+    if len(denoising.ids) > 1:
+        raise UserError(f"{name} decodes one sequence at a time, because {reason}. Pass one prompt at a time.")
+
+
 def top(scores: Tensor, n: Tensor) -> Tensor:
     """The n greatest finite scores of each sequence; ties go to the first. scores: [B, N]. n: [B]. Returns [B, N]"""
     order = scores.argsort(dim=-1, descending=True, stable=True)

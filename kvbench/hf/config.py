@@ -114,5 +114,3 @@ def quiet() -> Iterator[None]:
         spreading.setLevel(before)
         if bars:
             transformers_logging.enable_progress_bar()
-
-

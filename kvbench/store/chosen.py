@@ -88,24 +88,21 @@ class ChosenKV(SelectiveKV):
         self.reads["bytes"] += x.numel() * x.itemsize
         return x
 
-    def read(self, step: Step, mask: Tensor, bias: Tensor | Weigh | None = None) -> Partial:
+    def read(self, step: Step, mask: Tensor, weigh: Weigh | None = None) -> Partial:
         """Attention of one token over the marked entries, which are gathered and nothing else.
 
         mask: [B, H, n] bool, over the first n entries. H is the number of KV heads, or of query heads that read for
-        themselves. bias: added to the logits: [B, H, n] float32, or a function of the keys that were read.
+        themselves. weigh: of the keys that are read, what is added to their logits.
         """
         heads, kv_heads = mask.shape[1], self.keys.shape[1]
         batch, head, entry = mask.nonzero(as_tuple=True)
         keys, values = self._gather(batch, head // (heads // kv_heads), entry)
         counts = mask.sum(-1).flatten()
         every = self._count(mask, counts)
-        if isinstance(bias, Tensor):
-            bias = bias[mask]
-        elif bias is not None:
-            bias = bias(keys, batch, head, entry)
         return ragged_partial(
             step.query, keys, values, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), every, scale=step.scale,
-            seen=step.seen, softcap=step.softcap, bias=bias,
+            seen=step.seen, softcap=step.softcap,
+            bias=None if weigh is None else weigh(keys, batch, head, entry),
         )
 
     def _gather(self, batch: Tensor, head: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,19 +97,26 @@ class HierarchicalKV(LayerKV):
         }
         return tokens, {"key_scale": keys.scale, "key_minimum": keys.minimum}
 
-    def expand(self, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of all entries; of codes the upper half, or both. [B, H_kv, n, D], [B, H_kv, n, D_v]"""
+    def expand(self, *, whole: bool, later: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of all entries; of codes the upper half, or both. [B, H_kv, n, D], [B, H_kv, n, D_v]
+
+        later: keys and values of another store, which follow.
+        """
+        exact = {"key": [self.keys], "value": [self.values]}  # what follows the codes
+        for some, more in zip(exact.values(), later or (), strict=False):
+            some.append(more)
         if self.tokens is None or self.groups is None:
-            return self.keys, self.values
+            keys, values = (torch.cat(x, dim=2) if later else x[0] for x in exact.values())
+            return keys, values
         held = {**self.tokens.held(), **self.groups.held()}
         found = []
-        for name, exact in (("key", self.keys), ("value", self.values)):
-            scale, minimum = held[f"{name}_scale"], held[f"{name}_minimum"]
-            old = dequantize(Codes(held[f"{name}_upper"], scale, minimum, HALF, exact.shape[3]))
+        for name, some in exact.items():
+            scale, minimum, width = held[f"{name}_scale"], held[f"{name}_minimum"], some[0].shape[3]
+            old = dequantize(Codes(held[f"{name}_upper"], scale, minimum, HALF, width))
             if whole:
-                lower = Codes(held[f"{name}_lower"], scale.float() / 2**HALF, -scale.float() / 2, HALF, exact.shape[3])
+                lower = Codes(held[f"{name}_lower"], scale.float() / 2**HALF, -scale.float() / 2, HALF, width)
                 old = old + dequantize(lower)
-            found.append(torch.cat([old.to(exact.dtype), exact], dim=2))
+            found.append(torch.cat([old.to(some[0].dtype), *some], dim=2))
         return found[0], found[1]
 
     def attend(self, step: Step) -> Tensor:
@@ -148,10 +155,7 @@ class UpperKV(LayerKV):
 
     def attend(self, step: Step) -> Tensor:
         """Attention output of the last T entries over the other store's upper halves and its own. [B, H_q, T, D_v]"""
-        keys, values = self.source.expand(whole=False)
-        if self.n:
-            keys, values = torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
-        return attend_to(step, keys, values)
+        return attend_to(step, *self.source.expand(whole=False, later=(self.keys, self.values) if self.n else None))
 
     def read_bytes(self) -> int:
         """Bytes that a draft step reads."""

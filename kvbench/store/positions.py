@@ -104,4 +104,3 @@ class PositionKV:
     def nbytes(self) -> int:
         """Bytes of the storages."""
         return storage_bytes(x for x in (self.keys, self.values, *self.state.values()) if x is not None)
-

@@ -13,6 +13,7 @@ from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, LayerShape, Method, Shape
 from kvbench.store.chosen import ChosenKV, Tier
+from kvbench.store.layer import OFFSET_BYTES
 from kvbench.techniques.clustering import count_clusters, sort_by_label
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from kvbench.kernels.ragged_attention import Partial
     from kvbench.step import Step
     from kvbench.store import LayerKV
-
-OFFSET_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -228,20 +227,22 @@ def take_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
     return torch.zeros_like(taken).scatter_(-1, order, taken)
 
 
-def mark_taken(taken: Tensor, offsets: Tensor) -> Tensor:
-    """Mark the first entries of every unit, as many as are taken. [B, H, m] bool"""
-    unit = unit_of_entries(offsets)
+def mark_taken(taken: Tensor, offsets: Tensor, entries: int) -> Tensor:
+    """Mark the first of the m entries of every unit, as many as are taken. [B, H, m] bool"""
+    unit = unit_of_entries(offsets, entries)
     entry = torch.arange(unit.shape[-1], device=unit.device)
     return entry - offsets.long().gather(-1, unit) < taken.gather(-1, unit)
 
 
-def mark_units(scores: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """Mark `count` entries of every head, by whole units from the best one on; of the last one its first entries."""
-    return mark_taken(take_units(scores, offsets, count), offsets)
+def mark_units(scores: Tensor, offsets: Tensor, entries: int, count: int) -> Tensor:
+    """Mark `count` of the m entries of every head, by whole units from the best one on; of the last its first ones."""
+    return mark_taken(take_units(scores, offsets, count), offsets, entries)
 
 
-def unit_of_entries(offsets: Tensor) -> Tensor:
-    """The unit that each entry belongs to. offsets: as for `take_units`. [B, H, m]"""
+def unit_of_entries(offsets: Tensor, entries: int) -> Tensor:
+    """The unit that each of the m entries belongs to. offsets: as for `take_units`. [B, H, m]"""
     sizes = offsets.diff(dim=-1).flatten()
-    units = torch.arange(offsets.shape[-1] - 1, device=offsets.device).repeat(offsets.shape[0] * offsets.shape[1])
-    return units.repeat_interleave(sizes).view(*offsets.shape[:2], -1)
+    rows = offsets.shape[0] * offsets.shape[1]
+    units = torch.arange(offsets.shape[-1] - 1, device=offsets.device).repeat(rows)
+    # Without its size, the host waits for the device to find it.
+    return units.repeat_interleave(sizes, output_size=rows * entries).view(*offsets.shape[:2], entries)

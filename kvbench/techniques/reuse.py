@@ -52,13 +52,13 @@ class ReuseMethod(Method):
         return ReusedKV()
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
-        """HOW A PROMPT IS RUN: take over entries, and compute the others. Without parts, all of it."""
+        """Take over entries, and compute the others; without parts, compute all of them."""
         if session.reuse is None:
             return session.run_chunks(chunks, Moment.CONTEXT_END)
         refuse_unfit(session.model)
         ids = torch.cat(list(chunks), dim=1)
         if len(ids) > 1:
-            raise UserError(f"{self.card.name} runs one prompt at a time, not {len(ids)}.")
+            raise UserError(f"{self.card.name} runs one prompt at a time, not {len(ids)}. Pass one prompt.")
         mixed = MixedPrompt(session, ids, session.reuse, self.owner(session))
         self.place(mixed)
         logits = self.run(mixed)
@@ -75,10 +75,10 @@ class ReuseMethod(Method):
 
     @abstractmethod
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: add chunks to the prompt."""
+        """Add the chunks that are taken over to the prompt."""
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: by default what was not taken over. Logits of the last token. [1, V]"""
+        """Compute the tokens that were not taken over. Logits of the last token. [1, V]"""
         return mixed.run(mixed.fresh)
 
 
@@ -95,7 +95,7 @@ class ApartMethod(ReuseMethod):
         return {"nothing": (), "first token": instruction[:1], "instruction": instruction}[self.behind]
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the parts that occur in earlier prompts, each run by itself."""
+        """Take over the parts that occur in earlier prompts, each run by itself."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):
             if part in known:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a training continues, and what hears of its steps."""
+    """The step that a training continues from, and a function that is called after every step."""
 
     start: int = 0
     """Steps that a checkpoint has done."""
@@ -50,3 +50,15 @@ def train_part(
             if progress.keep is not None:
                 progress.keep(part, optimizer, step, float(reported))
     return {name: x.detach() for name, x in part.state_dict().items()}
+
+
+def draw_halves(ids: Tensor, size: int, step: int) -> tuple[Tensor, Tensor, int]:
+    """The step's text, of which the second half is the answer: ids, labels, tokens before the answer. [1, size] each
+
+    ids: [1, T]. A label is the next token; -100: none.
+    """
+    start = step * size % max(1, ids.shape[1] - size)
+    text = ids[:, start : start + size]
+    labels = torch.full_like(text, -100)
+    labels[:, size // 2 : -1] = text[:, size // 2 + 1 :]
+    return text, labels, size // 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.constraints import Gt, Le, Positive
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
-from kvbench.selection import hide_unseen
+from kvbench.selection import hide_unseen, rank
 from kvbench.store import LayerKV
 from kvbench.store.scores import attention_mass_of
 from kvbench.techniques.cascade import fill_water, round_shares
@@ -132,7 +132,7 @@ class WindowKV(Method):
         if before:
             places = torch.arange(before, device=mass.device)
             scores = score_windows(mass[..., :before], self.review, self.best)
-            ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)  # [B, windows]
+            ranks = rank(scores)  # [B, windows]
             order[:, 0, :before] = -(ranks[:, places // self.review] * kv.n + places).double()
         return hide_unseen(order, kv, step.window)[:, 0].argsort(dim=-1, descending=True, stable=True)
 

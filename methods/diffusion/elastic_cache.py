@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Natural, Positive
-from kvbench.diffusion.policy import Denoising, PassPlan, Policy
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy, require_single
 from kvbench.diffusion.sampling import Sampling
-from kvbench.errors import UserError
 from kvbench.kernels.blocks import float_products
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.store.positions import PositionKV
@@ -87,8 +86,7 @@ class ElasticCache(Policy):
         Raises:
             UserError: there are several sequences.
         """
-        if len(d.ids) > 1:
-            raise UserError("elastic-cache works on one sequence at a time, because it recomputes whole layers.")
+        require_single(d, self.card.name, "it recomputes whole layers")
         d.notes["tracked"] = torch.zeros_like(d.masked)
 
     def open(self, d: Denoising) -> Tensor:

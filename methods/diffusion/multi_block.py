@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Positive, Share
-from kvbench.diffusion.policy import Denoising, PassPlan, top
-from kvbench.errors import UserError
+from kvbench.diffusion.policy import Denoising, PassPlan, require_single, top
 from kvbench.method import BudgetKind, Card, Upstream
 from kvbench.methods.diffusion.fast_dllm import COMPLETE, FastDllmPrefix
 
@@ -53,11 +52,10 @@ class MultiBlock(FastDllmPrefix):
         Raises:
             UserError: there are several sequences.
         """
-        if len(d.ids) > 1:
-            raise UserError("multi-block decodes one sequence at a time, because blocks join by their own progress.")
+        require_single(d, self.card.name, "blocks join by their own progress")
         if d.start == d.prompt:
-            # Steps of each block so far; -1: it has not joined.
-            d.notes["age"] = torch.full((d.block_count,), -1, dtype=torch.int16, device=d.ids.device)
+            # Steps of each block so far; -1: it has not joined. Only the host reads them.
+            d.notes["age"] = torch.full((d.block_count,), -1, dtype=torch.int16)
 
     def plan(self, d: Denoising) -> PassPlan:
         """Let the next blocks join; all tokens, then those from the first running block on."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.constraints import Ge, Gt, Positive
-from kvbench.diffusion.policy import Denoising, PassPlan, Policy, top
+from kvbench.diffusion.policy import Denoising, PassPlan, Policy, require_single, top
 from kvbench.diffusion.sampling import Sampling
 from kvbench.errors import UserError
 from kvbench.kernels.dense_attention import dense_attention
@@ -90,8 +90,7 @@ class WeDlm(Policy):
         Raises:
             UserError: there are several.
         """
-        if len(d.ids) > 1:
-            raise UserError("wedlm decodes one sequence at a time, because windows move by their own progress.")
+        require_single(d, self.card.name, "windows move by their own progress")
 
     def plan(self, d: Denoising) -> PassPlan:
         """Decoded tokens that are not committed, and the masks of the window."""

@@ -14,7 +14,7 @@ from kvbench.errors import UserError
 from kvbench.method import BudgetKind, Card, Method, Upstream
 from kvbench.methods.eviction.criticalkv import CriticalScores
 from kvbench.methods.eviction.snapkv import SnapKV
-from kvbench.selection import ScoredMethod, go_around
+from kvbench.selection import ScoredMethod, go_around, rank
 from kvbench.store import LayerKV
 
 CUT = (
@@ -86,7 +86,7 @@ def best_chunks(scores: Tensor, chunk: int, entries: int) -> Tensor:
     totals = F.pad(scores.sum(1).masked_fill(protected, 0.0), (0, -count % chunk)).unflatten(-1, (-1, chunk))
     sizes = F.pad((~protected).float(), (0, -count % chunk)).unflatten(-1, (-1, chunk)).sum(-1)
     means = totals.sum(-1) / sizes.clamp_min(1)  # [B, chunks]
-    ranks: Tensor = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    ranks = rank(means)
     place = torch.arange(count, device=scores.device)
     order = (ranks[:, place // chunk] * count + place).masked_fill(protected, -1)
     return order.argsort(dim=-1, stable=True)[:, :entries].sort(dim=-1).values

@@ -212,7 +212,7 @@ class EpiCache(Method):
                 f"--set medoids below {self.medoids}."
             )
         with session.fork() as branch:
-            branch.batch, branch.method = 1, Plain()
+            branch.batch, branch.method = 1, Method()
             for part in ids.split(self.block, dim=1):
                 for store in branch.layers:
                     store.capacity = branch.seen + part.shape[1] + room
@@ -240,11 +240,6 @@ class EpiCache(Method):
             assert entries is not None
             if entries < store.n:
                 store.keep(top_entries(hide_unseen(found, store, window), entries))
-
-
-@dataclass(frozen=True)
-class Plain(Method):
-    """The pass over a block: stores every entry."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.constraints import Ge, Gt, Share
 from kvbench.kernels.blocks import fit_block, float_products
-from kvbench.kernels.dense_attention.torch import visible_entries
+from kvbench.kernels.dense_attention.torch import hide_unseen
 from kvbench.method import BudgetKind, Card, Step, Upstream
 from kvbench.selection import RollingMethod, mark_recent
 from kvbench.store import LayerKV
@@ -101,12 +101,11 @@ class Keyformer(RollingMethod):
             logits = step.cap(logits)
             positions = kv.positions[:, :, :high]
             first = step.seen - count + start
-            mask = visible_entries(before + start, stop - start, high, step.window, positions, first, keys.device)
             asked = step.positions[0, start:stop]
             logits = logits + self.draw_noise(step, asked, positions)
             after = (asked - self.length + 1).clamp_min(0)
             logits = logits / (self.temperature + self.rise * after)[:, None]
-            logits = logits.masked_fill(~(mask if mask.dim() == 2 else mask[:, :, None]), -torch.inf)
+            logits = hide_unseen(logits, before + start, step.window, positions, first)
             sums[:, :, :high] += logits.softmax(-1).sum((2, 3))
         return sums
 

@@ -84,7 +84,7 @@ class WeighedRepeat(Repeat):
         maxima = column_maxima(
             step.query, keys, scale=step.scale, seen=step.seen, window=step.window,
             positions=positions.expand(*keys.shape[:2], -1), softcap=step.softcap, sinks=step.sinks,
-            factors=(1 / lengths).masked_fill(lengths == 0, 0.0),  # a query without a hidden state has no say
+            factors=(1 / lengths).masked_fill(lengths == 0, 0.0),  # a query without a hidden state counts as 0
         ).unflatten(1, (-1, group))
         scored = positions < self.context
         maxima[..., scored] *= norms[..., positions[scored] - gone]

@@ -175,5 +175,3 @@ def _costliest(shape: Shape) -> tuple[Head, ...]:
     return by_score([
         [float(shape.entries(x) * (x.key_dim + x.value_dim))] * x.kv_heads for x in shape.layers
     ])
-
-

@@ -16,7 +16,7 @@ from kvbench.kernels.page_select import page_scores, select_pages
 from kvbench.method import Budget, BudgetKind, Card, LayerShape, Method, Shape, Step, Upstream, resolved
 from kvbench.methods.heads.groups import Head, HeadMethod, by_score
 from kvbench.methods.heads.profile import find_profile
-from kvbench.methods.heads.store import HeadGroupsKV, StreamingKV
+from kvbench.methods.heads.store import HeadGroupsKV
 from kvbench.store import LayerKV
 from kvbench.store.paged import COUNTER_BYTES, PagedKV
 
@@ -107,13 +107,9 @@ class LServeKV(HeadGroupsKV):
     count: int = 0
     interval: int = 1
 
-    def _divide(self, kv_heads: int, device: torch.device) -> None:
-        others = [x for x in range(kv_heads) if x not in self.retrieval]
-        paged = HierarchicalPagedKV(page=self.part, count=self.count, interval=self.interval)
-        for heads, store in ((list(self.retrieval), paged), (others, StreamingKV())):
-            store.capacity, store.track = self.capacity, self.track
-            if heads:
-                self.groups.append((torch.tensor(heads, device=device), store))
+    def make_whole(self) -> LayerKV:
+        """Pages of the heads that keep every entry."""
+        return HierarchicalPagedKV(page=self.part, count=self.count, interval=self.interval)
 
     def index(self) -> None:
         """The context is complete: retrieval heads select from now on."""

@@ -140,9 +140,13 @@ class HeadGroupsKV(LayerKV):
             total += streaming.kv_heads * (layer.key_dim + layer.value_dim) * MEAN_BYTES
         return total
 
+    def make_whole(self) -> LayerKV:
+        """The store of the heads that keep every entry."""
+        return LayerKV()
+
     def _divide(self, kv_heads: int, device: torch.device) -> None:
         others = [x for x in range(kv_heads) if x not in self.retrieval]
-        for heads, store in ((list(self.retrieval), LayerKV()), (others, StreamingKV())):
+        for heads, store in ((list(self.retrieval), self.make_whole()), (others, StreamingKV())):
             store.capacity, store.track = self.capacity, self.track
             if heads:
                 self.groups.append((torch.tensor(heads, device=device), store))

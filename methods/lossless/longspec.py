@@ -126,10 +126,11 @@ class LongSpec(Proposed):
         drafter = _DRAFTERS[self.part, self.window, model.sha256, model.dtype, model.device]
         first = max(0, session.seen + 1 - self.window)
         texts = torch.cat([store.ids[:, first:].long(), token[:, None]], dim=1)
+        keys, values = store.keys.float(), store.values.float()  # once per round: in 16 bits this is a copy
         for _ in range(count):
             read, end = texts[:, -self.window :], first + texts.shape[1]
             positions = torch.arange(end - read.shape[1], end, device=texts.device).expand_as(read)
-            logits = drafter(model, read, positions, store.keys, store.values, 1)
+            logits = drafter(model, read, positions, keys, values, 1)
             texts = torch.cat([texts, logits[:, -1].argmax(-1)[:, None]], dim=1)
         return texts[:, texts.shape[1] - count :]
 

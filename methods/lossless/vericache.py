@@ -80,16 +80,11 @@ class VeriCache(VerifiedOnHost):
             UserError: the other method has no cache that could draft.
         """
         name = f"{inner.card.name}+{cls.card.name}"
-        if inner.card.models != "autoregressive":
-            raise UserError(f"{name} makes no sense: {inner.card.name} works on diffusion models.")
-        if inner.card.budget in (BudgetKind.NONE, BudgetKind.PROMPT):
-            raise UserError(f"{name} makes no sense: {inner.card.name} stores every entry, and drafts nothing faster.")
-        if inner.prepares_questions:
-            raise UserError(f"{name} makes no sense: {inner.card.name} loads another cache for every question.")
-        if inner.skips_layers:
-            raise UserError(f"{name} makes no sense: tokens skip layers, so no cache has every entry.")
-        if issubclass(inner, Verified):
-            raise UserError(f"{name} makes no sense: {inner.card.name} verifies its tokens itself.")
+        if (reason := _reason(inner)) is not None:
+            raise UserError(
+                f"{name} makes no sense: {reason}. Use a method that stores a part of the entries, such as "
+                "snapkv+vericache."
+            )
         card = inner.card.model_copy(update={
             "name": name, "version": f"{inner.card.version}.2", "family": cls.card.family,
             "deviations": (*inner.card.deviations, *DEVIATIONS), "limits": (*inner.card.limits, *LIMITS),
@@ -99,6 +94,22 @@ class VeriCache(VerifiedOnHost):
             "__module__": inner.__module__,
         }
         return dataclass(frozen=True)(type(name, (Drafted, inner), body))
+
+
+def _reason(inner: type[Method]) -> str | None:
+    """Why a method's cache cannot draft; None: it can."""
+    name = inner.card.name
+    if inner.card.models != "autoregressive":
+        return f"{name} works on diffusion models"
+    if inner.card.budget in (BudgetKind.NONE, BudgetKind.PROMPT):
+        return f"{name} stores every entry, and drafts nothing faster"
+    if inner.prepares_questions:
+        return f"{name} loads another cache for every question"
+    if inner.skips_layers:
+        return "tokens skip layers, so no cache has every entry"
+    if issubclass(inner, Verified):
+        return f"{name} verifies its tokens itself"
+    return None
 
 
 class Drafted(VerifiedOnHost):

@@ -251,4 +251,3 @@ class KVMerger(Method):
     def _borders(self, entries: int) -> int:
         """Number of neighbors that `max_run` does not allow to join."""
         return 0 if self.max_run is None else (entries - 1) // self.max_run
-

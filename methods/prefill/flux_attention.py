@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvbench.constraints import Positive
 from kvbench.kernels.ragged_attention import dense_partial, merge_partials, ragged_partial
 from kvbench.method import BudgetKind, Card, Shape, Step, Upstream, resolved
-from kvbench.methods.prefill.router import Text, make_routers, mark_stream, opens, pool_queries, train
+from kvbench.methods.prefill.router import make_routers, mark_stream, opens, pool_queries, train
 from kvbench.selection import require_inverse_rotation
 from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
@@ -20,6 +20,7 @@ from kvbench.store.prompt import Chosen, PromptKV
 from kvbench.techniques.calibration import calibration_ids
 from kvbench.techniques.parts import find_part, get_module, get_part, load_module, rename_layers
 from kvbench.techniques.sparse_prefill import SparsePrefillMethod
+from kvbench.techniques.training import draw_halves
 
 if TYPE_CHECKING:
     from kvbench.hf import Model
@@ -225,13 +226,7 @@ class FluxAttention(SparsePrefillMethod):
         """Train on the manual; the second half of each text is its answer."""
         ids = calibration_ids(model, TEXT * 8)
         size = min(TEXT, ids.shape[1])
-        labels = torch.full_like(ids[:, :size], -100)
-
-        def draw(step: int) -> Sequence[Text]:
-            start = step * size % max(1, ids.shape[1] - size)
-            text = ids[:, start : start + size]
-            wanted = labels.clone()
-            wanted[:, size // 2 : -1] = text[:, size // 2 + 1 :]
-            return [(text, wanted, size // 2)]
-
-        return train(model, self.steps, SPARSITY, lambda tokens: self.blocks_of(model, tokens), draw)
+        return train(
+            model, self.steps, SPARSITY, lambda tokens: self.blocks_of(model, tokens),
+            lambda step: [draw_halves(ids, size, step)],
+        )

@@ -14,7 +14,6 @@ from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Moment, Shape, Step, resolved
 from kvbench.methods.prefill.token_router import (
-    Text,
     describe,
     divide,
     keep_highest,
@@ -26,6 +25,7 @@ from kvbench.store import LayerKV
 from kvbench.store.facts import Fact
 from kvbench.techniques.calibration import calibration_ids
 from kvbench.techniques.parts import find_part, get_module, get_part, load_module
+from kvbench.techniques.training import draw_halves
 
 if TYPE_CHECKING:
     from kvbench.engine.session import Session
@@ -196,11 +196,4 @@ class FTP(Method):
             return dict(make_router().state_dict())
         ids = calibration_ids(model, TEXT * 8)
         size = min(TEXT, ids.shape[1])
-
-        def draw(step: int) -> Text:
-            start = step * size % max(1, ids.shape[1] - size)
-            text = ids[:, start : start + size]
-            labels = torch.cat([torch.full_like(text[:, : size // 2], -100), text[:, size // 2 + 1 :]], dim=1)
-            return text, torch.cat([labels, torch.full_like(text[:, :1], -100)], dim=1), size // 2
-
-        return train(model, self.steps, weights, draw)
+        return train(model, self.steps, weights, lambda step: draw_halves(ids, size, step))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.constraints import Natural, Positive
@@ -158,12 +159,11 @@ class MInference(SparsePrefillMethod):
     def widen(self, diagonals: Tensor) -> Tensor:
         """The blocks that diagonals touch, the own ones included. diagonals: [T] bool. [T / block, T / block] bool"""
         assert self.block_size is not None
-        block, count = self.block_size, -(-len(diagonals) // self.block_size)
-        touched = torch.stack([
-            diagonals[max(0, x * block - block + 1) : (x + 1) * block].any() for x in range(count)
-        ])
+        block = self.block_size
+        # A block touches the diagonals from its last row's first column to its first row's last one.
+        touched = F.pad(diagonals, (block - 1, -len(diagonals) % block)).unfold(0, 2 * block - 1, block).any(1)
         touched[0] = True
-        row = torch.arange(count, device=diagonals.device)
+        row = torch.arange(len(touched), device=diagonals.device)
         return touched[(row[:, None] - row).clamp_min(0)]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, cast
 
-import torch
-
 from kvbench.budget import solve
 from kvbench.errors import UserError
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape
@@ -45,11 +43,14 @@ def _reason(inner: type[Method]) -> str:
     """Why kivi cannot go around a method."""
     name = inner.card.name
     if issubclass(inner, PackedMethod) or inner.card.budget is BudgetKind.BITS:
-        return f"{name} quantizes the entries itself."
+        return f"{name} quantizes the entries itself. Use {name} alone."
     if issubclass(inner, HeadAllocation):
-        return "kivi packs the same blocks in all heads, and these keep unequal numbers of entries. Leave +adakv out."
+        return (
+            f"kivi packs the same blocks in all heads, and {name} keeps unequal numbers of entries. Use a method that "
+            "keeps as many in every head (snapkv+kivi)."
+        )
     if inner.card.budget is BudgetKind.NONE:
-        return f"{name} keeps every entry, as kivi alone does."
+        return f"{name} keeps every entry, as kivi alone does. Use kivi."
     if issubclass(inner, ScoredMethod) and inner.end_of_layer is not Method.end_of_layer:
         return (
             f"kivi packs a layer's entries when they are scored, and {name} decides later which of them it keeps. Use "
@@ -164,10 +165,6 @@ class PackedGroupsKV(HeadGroupsKV):
 
     packing: Packing | None = None
 
-    def _divide(self, kv_heads: int, device: torch.device) -> None:
-        super()._divide(kv_heads, device)
-        for i, (heads, store) in enumerate(self.groups):
-            if type(store) is LayerKV:
-                packed = PackedKV(packing=self.packing, track=store.track)
-                packed.capacity = store.capacity
-                self.groups[i] = heads, packed
+    def make_whole(self) -> LayerKV:
+        """Packed entries of the heads that keep every entry."""
+        return PackedKV(packing=self.packing)

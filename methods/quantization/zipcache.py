@@ -79,7 +79,10 @@ class ZipCache(TwoPrecisions):
         """Refuse a higher precision with fewer bits than the lower one (`UserError`)."""
         super().__post_init__()
         if self.low_bits > self.high_bits:
-            raise UserError(f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}.")
+            raise UserError(
+                f"zipcache: low_bits of {self.low_bits} is above high_bits of {self.high_bits}. Use high_bits="
+                f"{self.low_bits} or more."
+            )
 
     # Budget and bytes
 

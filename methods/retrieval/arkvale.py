@@ -1,6 +1,6 @@
-"""ArkVale: a token reads a set of pages, and exchanges those that promise least for those that promise most to it.
+"""ArkVale: a token reads a set of pages, and replaces those with the lowest scores by those with the highest.
 
-The promise of a page is found from its digest, a box around its keys.
+The score of a page for a query is found from its digest, a box around its keys.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class ArkVale(ReadingMethod):
         half = distance.mean(3) if self.box == "mean" else distance.amax(3)
         corners = torch.stack([center - half, center + half], dim=3)
         kv.start({"digest": corners.to(kv.keys.dtype)})  # [B, H_kv, pages, 2, D]
-        promise = self.estimate(self.between(kv), step.query[:, :, -1])
-        kv.state["resident"] = mark_ends_and_best(promise, self.pages(kv.indexed), 0, 0)
+        scores = self.estimate(self.between(kv), step.query[:, :, -1])
+        kv.state["resident"] = mark_ends_and_best(scores, self.pages(kv.indexed), 0, 0)
 
     def between(self, kv: ChosenKV) -> Tensor:
         """Digests of the pages between the first and the last ones. [B, H_kv, pages, 2, D]"""
@@ -111,27 +111,27 @@ class ArkVale(ReadingMethod):
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over the first, the last and the resident pages, and over later entries.
 
-        Pages that the query chooses become resident, in place of those that promise the least.
+        Pages that the query chooses become resident, in place of those with the lowest scores.
         """
         assert self.rows is not None
         pages, resident = self.pages(kv.indexed), kv.state["resident"]
         count = int(min(self.chosen * self.rows, self.most)) // self.page - self.sinks - (self.recent - 1)
-        promise = self.estimate(kv.scan(self.between(kv)), step.query[:, :, 0])
-        chosen = mark_ends_and_best(promise, min(pages, max(1, count)), 0, 0)
-        kept = promise.masked_fill(~resident, -torch.inf).masked_fill(chosen, torch.inf)
+        scores = self.estimate(kv.scan(self.between(kv)), step.query[:, :, 0])
+        chosen = mark_ends_and_best(scores, min(pages, max(1, count)), 0, 0)
+        kept = scores.masked_fill(~resident, -torch.inf).masked_fill(chosen, torch.inf)
         resident.copy_(mark_ends_and_best(kept, pages, 0, 0))
-        mask = torch.ones((len(promise), kv.keys.shape[1], seen), dtype=torch.bool, device=promise.device)
+        mask = torch.ones((len(scores), kv.keys.shape[1], seen), dtype=torch.bool, device=scores.device)
         between = slice(self.sinks * self.page, self.recent_start(kv.indexed) * self.page)
         mask[:, :, between] = resident.repeat_interleave(self.page, dim=2)
         return kv.read(step, mask)
 
     def estimate(self, digests: Tensor, query: Tensor) -> Tensor:
-        """The promise of every page. [B, H_kv, pages], or [B, 1, pages] where the heads of a layer choose together
+        """The score of every page. [B, H_kv, pages], or [B, 1, pages] where the heads of a layer choose together
 
         digests: [B, H_kv, pages, 2, D]. query: [B, H_q, D].
         """
-        promise = self.score(query.float().unflatten(1, (digests.shape[1], -1)), digests.float()).mean(2)
-        return promise.mean(1, keepdim=True) if self.heads == "layer" else promise
+        scores = self.score(query.float().unflatten(1, (digests.shape[1], -1)), digests.float()).mean(2)
+        return scores.mean(1, keepdim=True) if self.heads == "layer" else scores
 
     def score(self, query: Tensor, digest: Tensor) -> Tensor:
         """The largest product of each query with a point of each box. [B, H_kv, G, pages]

@@ -97,12 +97,13 @@ class LeoAM(ReadingMethod):
         batch, heads = kv.keys.shape[:2]
         query = step.query[:, :, 0].float().unflatten(1, (heads, -1))  # [B, H_kv, G, D]
         mask = torch.ones((batch, heads, seen), dtype=torch.bool, device=query.device)
-        mask[:, :, : kv.indexed] = False
         groups = [slice(0, heads)] if self.heads == "layer" else [slice(x, x + 1) for x in range(heads)]
         for b in range(batch):
             for group in groups:
+                chosen = torch.zeros(kv.indexed, dtype=torch.bool)  # on the host: one copy in place of many writes
                 for start, stop in self.choose(kv, query[b, group], b, group):
-                    mask[b, group, start:stop] = True
+                    chosen[start:stop] = True
+                mask[b, group, : kv.indexed] = chosen.to(mask.device)
         return kv.read(step, mask)
 
     def choose(self, kv: ChosenKV, query: Tensor, b: int, group: slice) -> list[tuple[int, int]]:

@@ -125,12 +125,12 @@ class LouisKV(ClusterMethod):
         similar = F.cosine_similarity(query.float(), before.float(), dim=-1).mean(1)  # [B]
         again = (similar < self.turn) | (chosen[:, 0, 0] < 0)
         before.copy_(query)
-        if again.any():
+        count = int(again.sum())
+        if count:
             chosen[again] = self.choose(kv, query[again], again, step.scale)
-        kv.reads["retrievals"] += int(again.sum())
+        kv.reads["retrievals"] += count
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
-        inside = kv.index["offsets"][0, 0, -1]
-        mask[:, :, self.sinks : self.sinks + inside] = False
+        mask[:, :, self.sinks : kv.indexed - self.recent] = False
         return kv.read(step, mask.scatter_(2, chosen.long(), True))
 
     def choose(self, kv: ChosenKV, query: Tensor, sequences: Tensor, scale: float) -> Tensor:
@@ -138,7 +138,7 @@ class LouisKV(ClusterMethod):
         centers, offsets = kv.scan(kv.index["centers"][sequences]), kv.scan(kv.index["offsets"][sequences])
         grouped = query.unflatten(1, (centers.shape[1], -1))
         shares = (grouped.float() @ centers.float().mT * scale).softmax(-1).mean(2)  # [b, H_kv, U]
-        mask = mark_units(shares, offsets, self.chosen)
+        mask = mark_units(shares, offsets, kv.indexed - self.sinks - self.recent, self.chosen)
         found = mask.nonzero()[:, 2].view(*mask.shape[:2], -1) + self.sinks
         return found.to(offsets.dtype)
 

@@ -16,7 +16,7 @@ from kvbench.errors import UserError
 from kvbench.kernels.page_select import select_pages
 from kvbench.kernels.window_scores.torch import window_weights
 from kvbench.method import Budget, BudgetKind, Card, Method, Shape, Step, Upstream, resolved
-from kvbench.selection import top_entries
+from kvbench.selection import rank, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.paged import PagedKV
 
@@ -177,8 +177,7 @@ class MPCache(Method):
         most = (self.parents * (own + 1)).ceil().clamp_min(math.ceil(count / 2) + 2)  # so that enough are left
         first = ~unseen[:, :1] & (own > 0)  # whether the first parent is another than the query's own, and in sight
         most = most - 1 - first.int()  # the own parent counts before its first cluster is complete, too
-        ranks = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return (kept | ((ranks < most) & ~unseen)).repeat_interleave(2, dim=-1)[..., :pages]
+        return (kept | ((rank(ranked) < most) & ~unseen)).repeat_interleave(2, dim=-1)[..., :pages]
 
     def declared_bytes(self, shape: Shape) -> int:
         """Bytes of the stored entries and of the bounds; of all entries in sliding layers."""

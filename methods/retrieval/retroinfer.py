@@ -83,7 +83,7 @@ class RetroInfer(ClusterMethod):
         sizes = offsets.diff(dim=-1).long()
         shares = logits.softmax(-1).sum(2).masked_fill(sizes == 0, -1)
         taken = take_units(shares, offsets, self.chosen)
-        chosen = mark_taken(taken, offsets)
+        chosen = mark_taken(taken, offsets, kv.indexed - self.sinks - self.recent)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, self.sinks : self.sinks + chosen.shape[2]] = chosen
         exact = kv.read(step, mask)

@@ -15,10 +15,9 @@ from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream
 from kvbench.selection import group_mean, pool_before, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
+from kvbench.store.layer import OFFSET_BYTES
 from kvbench.store.scores import attention_mass_of
 from kvbench.techniques.reading import ReadingMethod, mark_units
-
-OFFSET_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class RocketKV(ReadingMethod):
 
     def read(self, kv: ChosenKV, step: Step, seen: int) -> Partial:
         """Attention over the best chunks and all later entries."""
-        assert self.rows is not None
+        assert self.rows is not None and self.length is not None
         bounds, offsets = kv.index["bounds"], kv.scan(kv.index["offsets"])
-        size, kept = int(offsets[1]), int(offsets[-1])
+        size, kept = self.chunk(self.length), kv.indexed
         grouped = step.query[:, :, 0].float().unflatten(1, (bounds.shape[1], -1))  # [B, H_kv, G, D]
         high = (grouped.sum(2) > 0).long()
         channels = grouped.abs().mean(2).topk(self.channels(size, kept, grouped.shape[3]), dim=-1).indices
@@ -120,7 +119,7 @@ class RocketKV(ReadingMethod):
         part = grouped.gather(3, channels[:, :, None].expand(-1, -1, grouped.shape[2], -1))
         covered = part.abs().sum(-1) / grouped.abs().sum(-1).clamp_min(1e-12)
         logits = part @ extreme.mT * step.scale / covered.clamp_min(1e-12).sqrt()[..., None]
-        chosen = mark_units(logits.softmax(-1).mean(2), offsets.expand(*bounds.shape[:2], -1), self.rows)
+        chosen = mark_units(logits.softmax(-1).mean(2), offsets.expand(*bounds.shape[:2], -1), kept, self.rows)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, :kept] = chosen
         return kv.read(step, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
@@ -16,6 +17,7 @@ from kvbench.method import BudgetKind, Card, LayerShape, Shape, Step, Upstream, 
 from kvbench.selection import group_mean, pool_before, top_entries
 from kvbench.store import LayerKV
 from kvbench.store.chosen import ChosenKV
+from kvbench.store.layer import OFFSET_BYTES
 from kvbench.store.scores import attention_mass_of
 from kvbench.techniques.clustering import label_offsets, means
 from kvbench.techniques.reading import EndsMethod, mark_units
@@ -23,7 +25,7 @@ from kvbench.techniques.reading import EndsMethod, mark_units
 if TYPE_CHECKING:
     from kvbench.hf import Model
 
-OFFSET_BYTES = SUM_BYTES = 4
+SUM_BYTES = 4
 ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 """The last three are Chinese and Japanese."""
 _SENTENCE_ENDS: dict[str, Tensor] = {}
@@ -129,7 +131,7 @@ class SentenceKV(EndsMethod):
         """Note which tokens of the context end a sentence; keep entries and index their sentences at its end."""
         if step.moment.in_context and step.window is None and self.rows is not None:
             assert step.ids is not None and self.sentence_ends is not None, "bind first; steps need their ids"
-            ends = _SENTENCE_ENDS[self.sentence_ends].to(step.ids.device)[step.ids]
+            ends = sentence_ends(self.sentence_ends, step.ids.device)[step.ids]
             kv.state["ends"] = torch.cat([kv.state["ends"], ends], dim=1) if "ends" in kv.state else ends
         super().evict(kv, step)
         if step.moment.compresses:
@@ -161,10 +163,11 @@ class SentenceKV(EndsMethod):
         query = kv.state["query"].add_(step.query[:, :, 0])
         sentences, offsets = kv.scan(kv.index["sentences"]), kv.scan(kv.index["offsets"])
         partial = query.unflatten(1, (sentences.shape[1], -1)).sum(2)[..., None]  # its length does not count
-        chosen = mark_units((sentences.float() @ partial)[..., 0], offsets, self.chosen)
+        between = kv.indexed - self.sinks - self.recent
+        chosen = mark_units((sentences.float() @ partial)[..., 0], offsets, between, self.chosen)
         mask = torch.ones((*chosen.shape[:2], seen), dtype=torch.bool, device=chosen.device)
         mask[:, :, self.sinks : self.sinks + chosen.shape[2]] = chosen
-        query.mul_(~_SENTENCE_ENDS[self.sentence_ends].to(step.ids.device)[step.ids][..., None])
+        query.mul_(~sentence_ends(self.sentence_ends, step.ids.device)[step.ids][..., None])
         return kv.read(step, mask)
 
     def sentences(self, length: int) -> int:
@@ -183,6 +186,12 @@ class SentenceKV(EndsMethod):
     def token_bytes(self, layer: LayerShape, shape: Shape) -> int:
         """Bytes that a token reads: every sentence's mean key, and entries."""
         return self.scanned_bytes(layer, shape) + self.entry_bytes(layer, shape)
+
+
+@functools.lru_cache(maxsize=8)
+def sentence_ends(sha256: str, device: torch.device) -> Tensor:
+    """Which token ids end a sentence, copied to a device once. sha256: of the tokenizer. [V] bool"""
+    return _SENTENCE_ENDS[sha256].to(device)
 
 
 def split_sentences(ends: Sequence[bool], shortest: int, longest: int) -> list[int]:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvbench.hf import Forward
 from kvbench.hf.adapter import attached
 from kvbench.method import Moment, Step
+from kvbench.techniques.reading import mark_ends_and_best
 from kvbench.techniques.training import WHOLE, TrainingProgress, train_part
 
 if TYPE_CHECKING:
@@ -83,11 +84,7 @@ def score_by_query(query: Tensor, compressed: Tensor, scale: float) -> Tensor:
 
 def mark_by_query(scores: Tensor, local: int, aware: int) -> Tensor:
     """The first block, the last `local` and of the others the best `aware`. [..., blocks] -> bool"""
-    scores = scores.clone()
-    scores[..., 0] = torch.inf
-    scores[..., max(0, scores.shape[-1] - local) :] = torch.inf
-    best = scores.argsort(dim=-1, descending=True, stable=True)[..., : 1 + local + aware]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+    return mark_ends_and_best(scores, 1 + local + aware, 1, local)
 
 
 def measure_loss(

@@ -111,7 +111,7 @@ class Ape(ReuseMethod):
         return ParallelKV(temperature=self.temperature, scale=self.scale)
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the known parts, every document behind the instruction at the same positions."""
+        """Take over the known parts, every document behind the instruction at the same positions."""
         (_, instruction), *documents = mixed.parts
         first = len(instruction)
         for start, part in mixed.parts:

@@ -72,9 +72,9 @@ class CacheCraft(ReuseMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: each part from the earlier prompt with the least to compute.
+        """Take over each part from the earlier prompt with the least to compute.
 
-        COMPUTED of it: the tokens that paid most attention to the parts before it.
+        Its tokens that paid most attention to the parts before it are computed.
         """
         for i, (start, part) in enumerate(mixed.parts):
             best: tuple[float, Chunk, int, Tensor] | None = None

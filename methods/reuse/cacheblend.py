@@ -46,7 +46,7 @@ class CacheBlend(ApartMethod):
     )
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: everything up to the check layer, then the tokens that deviate most there."""
+        """Compute everything up to the check layer, then the tokens that deviate most there."""
         last = min(self.check_layer, len(mixed.layers) - 1)
 
         def narrow(step: Step, kv: ReusedKV) -> Tensor | None:

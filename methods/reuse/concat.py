@@ -29,7 +29,7 @@ class Concat(ApartMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the parts that occur in earlier prompts, at the positions where they were run."""
+        """Take over the parts that occur in earlier prompts, at the positions where they were run."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):
             if part in known:

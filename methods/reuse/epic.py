@@ -36,7 +36,7 @@ class Epic(ApartMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: known parts; the first tokens of each document are computed."""
+        """Take over the known parts; the first tokens of each document are computed."""
         super().place(mixed)
         for start, part in mixed.parts[1:]:
             mixed.renew(mixed.places[start : start + min(self.first, len(part))])

@@ -50,7 +50,7 @@ class FusionRag(ReuseMethod):
     reads_question: ClassVar[bool] = True
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: known parts, the documents each behind the instruction and those most similar to it."""
+        """Take over known parts, the documents each behind the instruction and those most similar to it."""
         known, instruction = mixed.reuse.known, mixed.reuse.parts[0]
         library = sorted(x for x in known if x != instruction or x in mixed.reuse.parts[1:])
         embed = mixed.model.module.get_input_embeddings()
@@ -67,7 +67,7 @@ class FusionRag(ReuseMethod):
             mixed.add(mixed.obtain(before, part), start)
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: the tokens of documents that the question attends to most in the last layer, each by itself."""
+        """Compute the tokens of documents that the question attends to most in the last layer, each by itself."""
         first, asked = len(mixed.reuse.parts[0]), mixed.length - mixed.tail
         if not asked:
             raise UserError(

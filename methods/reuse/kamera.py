@@ -55,7 +55,7 @@ class Kamera(ApartMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: the documents of earlier prompts, run apart and patched for the context that they had there."""
+        """Take over the documents of earlier prompts, run apart and patched for the context that they had there."""
         ran: dict[tuple[Ids, ...], Chunk] = {}
         for i, (start, part) in enumerate(mixed.parts):
             source = find_source(mixed, i)

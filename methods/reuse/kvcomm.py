@@ -71,7 +71,7 @@ class KVComm(ApartMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: known parts with the offsets of their anchors; the others are computed."""
+        """Take over known parts with the offsets of their anchors; the others are computed."""
         known = mixed.reuse.known
         for i, (start, part) in enumerate(mixed.parts):
             if part not in known:

@@ -91,7 +91,7 @@ class KVShare(ReuseMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: tokens of common segments, except punctuation and the last token."""
+        """Take over tokens of common segments, except punctuation and the last token."""
         ids = mixed.ids[0].tolist()
         best: list[tuple[int, int, int] | None] = [None] * len(ids)  # length, earlier prompt, place in it
         for age, prompt in enumerate(mixed.reuse.earlier):
@@ -109,7 +109,7 @@ class KVShare(ReuseMethod):
             mixed.add(chunks[age], span[0][0], first=span[0][2], count=len(span))
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: two layers whole, then new tokens and those of high deviation."""
+        """Compute two layers whole, then new tokens and those of high deviation."""
         last = min(CHECK_LAYER, len(mixed.layers) - 1)
 
         def narrow(step: Step, kv: ReusedKV) -> Tensor | None:

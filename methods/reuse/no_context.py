@@ -48,7 +48,7 @@ class NoContext(Method):
         return sum(parts[1:])
 
     def prefill(self, session: Session, chunks: Iterable[Tensor]) -> Tensor:
-        """HOW A PROMPT IS RUN: without the documents."""
+        """Run the prompt without the documents."""
         if session.reuse is None:
             return session.run_chunks(chunks, Moment.CONTEXT_END)
         ids = torch.cat(list(chunks), dim=1)

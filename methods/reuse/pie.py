@@ -34,7 +34,7 @@ class Pie(ReuseMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: everything that the best earlier prompt shares with this one, in its order."""
+        """Take over everything that the best earlier prompt shares with this one, in its order."""
         best: tuple[int, int] | None = None
         spans: list[tuple[int, int, int]] = []
         for age, prompt in enumerate(mixed.reuse.earlier):

@@ -40,7 +40,7 @@ class PromptCache(ApartMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: parts of earlier prompts, at their positions there. The text after the parts follows them all."""
+        """Take over parts of earlier prompts, at their positions there. The text after the parts follows them all."""
         schema: dict[tuple[int, ...], int] = {}
         for prompt in mixed.reuse.earlier:
             start = 0

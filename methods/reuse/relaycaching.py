@@ -68,7 +68,7 @@ class RelayCaching(ReuseMethod):
     )
 
     def place(self, mixed: MixedPrompt) -> None:
-        """TAKEN OVER: documents of earlier prompts, as they were there, and the instruction if one begins with it."""
+        """Take over documents of earlier prompts, as they were there, and the instruction if one begins with it."""
         for i, (start, part) in enumerate(mixed.parts):
             source = find_source(mixed, i)
             if source is not None:
@@ -79,7 +79,7 @@ class RelayCaching(ReuseMethod):
                 mixed.add(run_earlier(mixed, prompt), start, first=first, count=len(part))
 
     def run(self, mixed: MixedPrompt) -> Tensor:
-        """COMPUTED: all tokens up to the detection layer, then those that it chooses, up to the last layer."""
+        """Compute all tokens up to the detection layer, then those that it chooses, up to the last layer."""
         depth = len(mixed.layers) - 1
         first, check, last = (round(x * depth) for x in (self.start, self.detect, self.end))
 

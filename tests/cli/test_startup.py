@@ -115,4 +115,3 @@ def test_the_collector_works_as_usual_after_the_imports():
 assert gc.get_threshold() != usual; from kvbench.collector import collect_as_usual; collect_as_usual()
 assert gc.get_threshold() == usual and gc.isenabled() and gc.get_freeze_count()"""
     subprocess.run([sys.executable, "-c", script], check=True)
-

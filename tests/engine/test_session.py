@@ -637,5 +637,3 @@ def test_a_static_session_answers_and_forks():
         with session.fork() as branch:
             assert branch.ask(SECOND, 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + SECOND, 4)]
         assert session.ask(FIRST, 4, stop=NO_STOP).ids == [plain_answer(model, CONTEXT + FIRST, 4)]
-
-

@@ -19,12 +19,13 @@ from kvbench.hf.load import Model
 from kvbench.kernels.dense_attention import torch as dense
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.quantization import nvfp4
+from kvbench.methods.retrieval import sentencekv
 from kvbench.registry import find_method, list_entries
 from kvbench.store import rotation
 from kvbench.techniques import codebooks, parts
 from tests.toys.gpu import simulated_gpu
 
-CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
+CACHED = [x for module in (codebooks, rotation, nvfp4, sentencekv) for x in vars(module).values() if hasattr(x, "cache_clear")]
 """Functions that keep their tables by device."""
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 SECOND = ("model.layers.1", "model.norm", "lm_head")

@@ -120,9 +120,9 @@ def test_units_are_taken_whole_from_the_best_on():
     """By hand: units of 3, 2, 4 and no entries. The last one that fits in part gives its first entries."""
     offsets = torch.tensor([[[0, 3, 5, 9, 9]]])
     scores = torch.tensor([[[0.1, 0.9, 0.5, 2.0]]])
-    assert unit_of_entries(offsets).tolist() == [[[0, 0, 0, 1, 1, 2, 2, 2, 2]]]
+    assert unit_of_entries(offsets, 9).tolist() == [[[0, 0, 0, 1, 1, 2, 2, 2, 2]]]
     for count, wanted in ((2, "000110000"), (4, "000111100"), (6, "000111111"), (7, "100111111"), (20, "111111111")):
-        mask = mark_units(scores, offsets, count)
+        mask = mark_units(scores, offsets, 9, count)
         assert "".join(str(int(x)) for x in mask.flatten()) == wanted
 
 
@@ -160,4 +160,4 @@ def test_segments_are_clustered_apart():
         assert ((labels[:, :, start:stop] >= low) & (labels[:, :, start:stop] < high)).all()
     order, offsets = sort_by_label(labels, 8)
     assert labels.gather(2, order).diff(dim=-1).ge(0).all()
-    assert unit_of_entries(offsets).equal(labels.gather(2, order))
+    assert unit_of_entries(offsets, 25).equal(labels.gather(2, order))

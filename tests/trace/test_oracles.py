@@ -64,5 +64,3 @@ def test_hit_rates_are_those_of_other_simulators(oracle, path):
             assert ours == pytest.approx(theirs["rates"][f"kvcache-simulator {name} {capacity}"], abs=1e-12)
             if name == "lru":
                 assert sum(ran.hits) / trace.references == pytest.approx(flat["lru", capacity], abs=0.01)
-
-
