@@ -41,8 +41,8 @@ class FastDdrive(Sections):
             "their trajectories, and an answer of text has no average"),
         ),
         unverified=(
-            ("read in third-party notes; the authors' decoding is a part of their model's repository at Hugging Face, "
-            "which was not at hand"),
+            ("We had neither the paper nor the authors' decoding, which is a part of their model's repository at "
+            "Hugging Face: the method follows summaries of the paper."),
         ),
         limits=(
             "its model is trained with attention across sections in one direction; on others this is an approximation",

@@ -59,8 +59,9 @@ class Compactor(BlockAttention):
             "none (scaled=false)."),
         ),
         unverified=(
-            ("The paper was read in notes. blending: it has 0.3, the authors' engine (vnchari/compactor-vllm) 0.5; the "
-            "share that is evicted is kvpress's."),
+            "We did not have the paper: its numbers and its formula are from summaries of it.",
+            ("blending: the paper has 0.3, the authors' engine (vnchari/compactor-vllm) 0.5; the share that is evicted "
+            "is kvpress's."),
             "first, last, and value norms as a factor of attention: kvpress's; the paper's formula has no norms.",
         ),
         limits=(

@@ -43,8 +43,8 @@ class CUR(ScoredMethod):
             "Scores are not divided by the head's sum: within a head that changes no choice.",
         ),
         unverified=(
-            ("local: 16 is kvpress's default. The paper, read in notes, normalizes over the whole context, after a "
-            "projection to about 20 channels."),
+            ("local: 16 is kvpress's default. By summaries of the paper, which we did not have, it normalizes over the "
+            "whole context, after a projection to about 20 channels."),
         ),
     )
 

@@ -53,11 +53,11 @@ class DapQ(Method):
             "because attention is causal, both give the same queries and the same first token."),
         ),
         unverified=(
-            "No code was released, and the paper is known from notes.",
+            "No code was released, and we did not have the paper: the method follows summaries of it.",
             "Attention is averaged over pseudo tokens and over the query heads of a KV head.",
             "kernel, pool: SnapKV's.",
-            "recent: the notes name no last tokens that are always kept.",
-            "prefix: the notes name 4 and 28 tokens, or 2 and 30, as examples of good content.",
+            "recent: the summaries name no last tokens that are always kept.",
+            "prefix: the summaries name 4 and 28 tokens, or 2 and 30, as good content.",
         ),
         limits=(
             "The context and its pseudo tokens must fit the positions of the model.",

@@ -106,7 +106,8 @@ class NonCausal(BlockAttention):
             "none (scaled=false)."),
         ),
         unverified=(
-            "Value norms as a factor of attention: kvpress's; the paper's formula, read in notes, has none.",
+            ("Value norms as a factor of attention: kvpress's; by summaries of the paper, which we did not have, its "
+            "formula has none."),
         ),
         limits=("Soft caps and learned sink logits of the model are not applied: this is not its own attention.",),
     )

@@ -61,7 +61,7 @@ class VeriCache(VerifiedOnHost):
         heads="pooled",
         upstream=None,
         deviations=DEVIATIONS,
-        unverified=("The paper's draft length with KVzip, 25, and its budget, 20 %, are taken from a digest.",),
+        unverified=("The paper's draft length with KVzip, 25, and its budget, 20 %, are from a summary of it.",),
         limits=LIMITS,
     )
 

@@ -94,7 +94,7 @@ class FTP(Method):
             "Layers with a sliding window run every token.",
         ),
         unverified=(
-            "No code was found, and the paper was read in reviews: what follows is our reading of it.",
+            "No code was found, and we did not have the paper: the method follows reviews of it.",
             "The attention score is the mean over heads and queries, in the last layer that ran the token.",
             "The router that is imitated keeps a tenth of its tokens at the beginning and the others at the end.",
             "Activation, learning rate and the weights of the three losses.",

@@ -42,8 +42,9 @@ class S2O(SparsePrefillMethod):
             "The queries of a segment keep their order; the paper groups those with similar directions.",
         ),
         unverified=(
-            "No code was published when this was written, and the paper was read in digests.",
-            ("tau and segment: the paper's values were not at hand; 0.001 to 0.01 is assumed for tau. With tau=0.05, "
+            ("No code was published when this was written, and we did not have the paper: the method follows summaries "
+            "of it."),
+            ("tau and segment: we did not have the paper's values; 0.001 to 0.01 is assumed for tau. With tau=0.05, "
             "the default of version 1, a sample of queries lost a third of its attention at 8,192 tokens on "
             "SmolLM2-135M (docs/performance.md)."),
             "A segment stops when the block adds less than tau for every one of its queries.",

@@ -143,7 +143,7 @@ class XKV(Method):
             ("Ranks are shares of a group's channels. For Llama-3.1-8B, with 4,096 in a group of 4 layers, the "
             "defaults are ranks of 512 and 768, as in the authors' README."),
         ),
-        unverified=("The paper was not at hand; groups, ranks and what is factored are those of the authors' code.",),
+        unverified=("We did not have the paper; groups, ranks and what is factored are those of the authors' code.",),
         limits=(
             "It needs rotary embeddings that kvbench can invert.",
             ("A step restores and rotates every key of the context: in plain PyTorch it is many times slower than the "

@@ -122,7 +122,7 @@ class InstInfer(ReadingMethod):
             "Each token of a question chooses its own entries, as if it were decoded.",
         ),
         unverified=(
-            "No code is published. In the paper, read in part, the selection is SparQ's.",
+            "No code is published. We read a part of the paper; the selection there is SparQ's.",
             "channels: a quarter of the channels; the paper gives only the compression of all reads, 1/8 by default.",
             "recent: a quarter of the budget.",
         ),

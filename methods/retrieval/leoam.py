@@ -57,7 +57,10 @@ class LeoAM(ReadingMethod):
             "Later entries are always read, in addition to the budget.",
             "Each token of a question chooses its own chunks, as if it were decoded.",
         ),
-        unverified=("The paper was read in an abstract and in reviews; sizes of chunks are those of the code.",),
+        unverified=(
+            ("We read the paper's abstract and reviews of it, not the paper; sizes of chunks are those of the authors' "
+            "code."),
+        ),
         limits=(
             ("The authors' published speed is not that of this selection: " + CODE + ", line 235, replaces the entries "
             "that it chose by those of InfiniGen's selection, whatever chose them before."),

@@ -69,12 +69,13 @@ class LouisKV(ClusterMethod):
             "ones are fetched for every token; the paper keeps those of the last token."),
         ),
         unverified=(
-            "No code was published when this was written, and the paper was read in notes.",
-            ("rate: the paper's threshold, 0.7 for Qwen3-8B, depends on the model; notes on the paper say that about "
-            "300 samples gave it. Here one for all layers is calibrated on Python's manual, so that this share of the "
-            "steps choose."),
+            ("No code was published when this was written, and we did not have the paper: the method follows summaries "
+            "of it."),
+            ("rate: the paper's threshold, 0.7 for Qwen3-8B, depends on the model; by the summaries about 300 samples "
+            "gave it. Here one for all layers is calibrated on Python's manual, so that this share of the steps "
+            "choose."),
             "tokens: chosen so that calibration takes seconds.",
-            "iterations, sinks and recent: the paper's numbers were not at hand.",
+            "iterations, sinks and recent: we did not have the paper's numbers.",
             "segment: k-means runs on at most 8,192 neighboring entries, which bounds its time.",
             "Queries are compared after rotation.",
             "The last cluster is read in part where the budget ends.",

@@ -94,7 +94,7 @@ class Nosa(ReadingMethod):
             ("Without a file of weights for the model, the gates are trained when a run starts, on Python's manual; "
             "those of `mini` were trained on text of the tasks (scripts/train_part.py)."),
         ),
-        unverified=("The training of the scores: the paper was not at hand, the benchmark code was.",),
+        unverified=("The training of the scores: we had the authors' benchmark code and not the paper.",),
         limits=(
             "It saves reads, not memory: every entry is stored, and the index in addition.",
             "The gates' weights are not counted as bytes of the cache; every entry's score is.",

@@ -66,7 +66,7 @@ class CacheCraft(ReuseMethod):
         unverified=(
             "alpha: the paper chooses it on validation data.",
             ("A token's attention to its own document includes itself. Two implementations of others differ in this; "
-            "the paper's equation was not at hand."),
+            "we did not have the paper's equation."),
         ),
         limits=(*LIMITS, "Attention weights are computed a second time while an earlier prompt runs, in blocks."),
     )

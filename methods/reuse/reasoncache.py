@@ -97,7 +97,7 @@ class ReasonCache(Method):
             "that of `mini` was trained to answer `kv-short` in another format (scripts/train_part.py)."),
         ),
         unverified=(
-            "No code was published when this was written, and the paper was read in its abstract.",
+            "No code was published when this was written, and we read only the paper's abstract.",
             "The prefix starts as the last entries of one demonstration; the paper's choice of them is unknown to us.",
         ),
         limits=(

@@ -25,7 +25,9 @@ from kvbench.store import rotation
 from kvbench.techniques import codebooks, parts
 from tests.toys.gpu import simulated_gpu
 
-CACHED = [x for module in (codebooks, rotation, nvfp4, sentencekv) for x in vars(module).values() if hasattr(x, "cache_clear")]
+CACHED = [
+    x for module in (codebooks, rotation, nvfp4, sentencekv) for x in vars(module).values() if hasattr(x, "cache_clear")
+]
 """Functions that keep their tables by device."""
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 SECOND = ("model.layers.1", "model.norm", "lm_head")
