@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from kvbench.errors import UserError
 from kvbench.log import count, say, say_once
 from kvbench.machine import GB, free_bytes, ram_bytes
-from kvbench.runs.environment import find_versions
+from kvbench.runs.environment import find_git, find_versions
 from kvbench.runs.examples import make_examples
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.options import Request
@@ -200,6 +200,7 @@ def describe_method(method: Method) -> MethodSpec:
 def _resolve_spec(resolved: ResolvedRequest, model: Model, frame: Frame) -> RunSpec:
     request, task, method, protocol = resolved.request, resolved.task, resolved.method, resolved.protocol
     budget = resolved.budget
+    find_git()  # now: the checkout may change before the result is written
     return RunSpec(
         suite=request.suite,
         method=describe_method(method),

@@ -28,6 +28,8 @@ IGNORED = {"kvbench.errors", "kvbench.log", "kvbench.machine", "kvbench.registry
 KERNELS = "kvbench.kernels"
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""
+OWN = Path(__file__).parents[1]
+"""The folder of the package that runs."""
 LIBRARIES = [Path(sysconfig.get_path(x)) for x in ("stdlib", "platstdlib")]
 HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Syntax nodes that can contain an import."""
@@ -96,13 +98,23 @@ def _follow(modules: Iterable[str], known: Collection[str] = (), tree: Path | No
             continue
         files[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        imported = _imports(path.read_bytes(), package)
+        imported = _imports(_read(path), package)
         queue += [package, name.rpartition(".")[0], *imported]
         if _root(name) != "kvbench":
             roots |= {x for x in map(_root, imported) if not _is_installed(x)}
         if package.startswith(f"{KERNELS}."):  # the implementation is chosen at run time
             queue += [f"{package}.{x.stem}" for x in path.parent.glob("*.py") if x.stem != "__init__"]
     return files
+
+
+def _read(path: Path) -> bytes:
+    """The content of a source file; of the package that runs, as this process first read it."""
+    return _read_own(path) if path.is_relative_to(OWN) else path.read_bytes()
+
+
+@functools.cache  # the process runs the code that it imported, also where the checkout changes during a sweep
+def _read_own(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 def _locate(name: str, tree: Path | None) -> Path | None:
@@ -174,7 +186,7 @@ def _is_for_types(test: ast.expr) -> bool:
 def _hash(files: dict[str, Path], but: Iterable[str] = ()) -> str:
     """SHA-256 over names and contents. A file given by its path counts by its file name, not its folder."""
     left = {name: files[name] for name in files.keys() - set(but)}
-    return hash_contents((name if "." in name else x.name, x.read_bytes()) for name, x in left.items())
+    return hash_contents((name if "." in name else x.name, _read(x)) for name, x in left.items())
 
 
 def hash_contents(files: Iterable[tuple[str, bytes]]) -> str:

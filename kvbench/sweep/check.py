@@ -10,6 +10,7 @@ from dataclasses import replace
 from kvbench.errors import UserError
 from kvbench.runs.options import Request
 from kvbench.runs.prepare import find_device
+from kvbench.runs.provenance import find_sources
 from kvbench.runs.request import ResolvedRequest, check, check_model, read_batch
 from kvbench.settings import jsonable_settings
 from kvbench.sweep.cell import SweepCell
@@ -32,6 +33,8 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
         first = seen.setdefault((facts, request.model, request.device, request.dtype or "auto"), cell)
         if first is not cell:
             raise UserError(f"cells {first.label} and {cell.label} are the same run. Remove one of them.")
+    for method, task in {(type(x.method), type(x.task)) for x in plans}:
+        find_sources(method, task)  # now: the checkout may change while the sweep runs
     return plans
 
 

@@ -123,6 +123,19 @@ def test_a_file_counts_by_content_and_name(copy: Path, tmp_path: Path) -> None:
     assert changed(f"{here}:Last", f"{there}:Toy", extend(copy / "selection.py")) == {"method"}
 
 
+def test_an_edit_while_a_process_runs_changes_no_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process runs kvbench's code as it imported it; a user's file is imported again for every run."""
+    own, users = tmp_path / "own" / "x.py", tmp_path / "mine.py"
+    own.parent.mkdir()
+    monkeypatch.setattr(sources, "OWN", own.parent)
+    found = []
+    for text in ("1", "2"):
+        for path in (own, users):
+            path.write_text(text)
+        found.append([sources._read(x) for x in (own, users)])
+    assert found == [[b"1", b"1"], [b"1", b"2"]]
+
+
 def test_a_helper_next_to_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Imported by its plain name, also late, also from another helper; what is installed does not count."""
     monkeypatch.syspath_prepend(tmp_path)
