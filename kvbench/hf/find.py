@@ -8,6 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvbench import registry
 from kvbench.errors import UserError, first_line, unknown
+from kvbench.log import say
 from kvbench.machine import cache_folder
 from kvbench.models.sources import RANDOM, find_added, is_random, list_added, refuse_missing
 from kvbench.registry import list_architectures, list_models
@@ -84,7 +86,7 @@ def find_copy(name: str, revision: str | None) -> Path | None:
     if revision is None or not (HUB_ID.fullmatch(source) and COMMIT.fullmatch(revision)):
         return None
     try:
-        return Path(snapshot_download(source, revision=revision, local_files_only=True))
+        return _take_snapshot(source, revision=revision, local_files_only=True)
     except Exception:  # noqa: BLE001  # as in _fetch
         return None
 
@@ -109,11 +111,10 @@ def is_architecture(name: str) -> bool:
 
 def _fetch(source: str, *, weights: bool) -> Path:
     """A local snapshot of the hub's newest revision; if the hub cannot be reached, of the revision fetched last."""
-    patterns = SMALL_FILES + (["*.safetensors"] if weights else [])
     try:
         # One request first, with a timeout: transformers' own requests retry for 20 seconds without a network.
-        revision = HfApi().model_info(source, timeout=10).sha
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
+        HfApi().model_info(source, timeout=10)
+        return _take_snapshot(source, weights=weights)
     except GatedRepoError as error:  # a subclass of the next one
         raise UserError(f"model '{source}' is gated: accept its terms on the hub, then run 'hf auth login'.") from error
     except RepositoryNotFoundError as error:
@@ -124,12 +125,20 @@ def _fetch(source: str, *, weights: bool) -> Path:
     except Exception as error:  # noqa: BLE001  # offline: the hub's clients raise many classes
         reason = first_line(error)
     try:
-        return Path(snapshot_download(source, local_files_only=True))
+        folder = _take_snapshot(source, weights=weights, local_files_only=True)
     except Exception as error:  # as above
         raise UserError(
             f"model '{source}' is neither a bundled model nor a local folder, the hub's local cache has no copy of it, "
             f"and the hub cannot be reached ({reason}). Give a local folder, or one of: {', '.join(list_models())}."
         ) from error
+    say(f"the hub cannot be reached ({reason}): using {source} as it was fetched last, revision {folder.name}.")
+    return folder
+
+
+def _take_snapshot(source: str, *, weights: bool = False, **options: Any) -> Path:
+    """Fetch the files that kvbench reads, or find them in the local cache: the hub refuses a copy that lacks others."""
+    patterns = SMALL_FILES + (["*.safetensors"] if weights else [])
+    return Path(snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*", **options))
 
 
 def check_device(device: str, one: str = "one GPU of several: cuda:1") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -69,7 +70,9 @@ def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the hub cannot be reached (no route)" in text and "local folder" in text
 
 
-def test_hub_id_in_the_cache(saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_in_the_cache(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a network, a model that was fetched before loads with its revision."""
     cached = tmp_path / "hub" / "models--org--name"
     shutil.copytree(saved["llama"], cached / "snapshots" / "0123abcd")
@@ -79,13 +82,27 @@ def test_hub_id_in_the_cache(saved: dict[str, Path], tmp_path: Path, monkeypatch
     def offline(*_: object, **__: object) -> object:
         raise ConnectionError("no route")
 
+    asked = []
+
+    def download(*names: str, **options: Any) -> str:
+        asked.append(options)
+        return huggingface_hub.snapshot_download(*names, cache_dir=tmp_path / "hub", **options)
+
     monkeypatch.setattr(find.HfApi, "model_info", offline)
-    monkeypatch.setattr(
-        find, "snapshot_download",
-        lambda *x, **options: huggingface_hub.snapshot_download(*x, cache_dir=tmp_path / "hub", **options),
-    )
+    monkeypatch.setattr(find, "snapshot_download", download)
     loaded = load_model("org/name")
     assert (loaded.id, loaded.revision) == ("org/name", "0123abcd")
+    assert "the hub cannot be reached (no route): using org/name as it was fetched last" in capsys.readouterr().err
+    # The hub takes a copy without its other files, such as README.md, only for a call that does not ask for them; and
+    # it notes the newest revision, which the offline call asks for, only for a call that asks for no revision.
+    monkeypatch.setattr(find.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(find, "snapshot_download", lambda *_, **options: asked.append(options) or str(cached))
+    find.find_folder("org/name", weights=True)
+    find.find_copy("org/name", "0" * 40)
+    assert [(x.get("revision"), x.get("local_files_only", False)) for x in asked[-2:]] == [
+        (None, False), ("0" * 40, True)
+    ]
+    assert all("*.json" in x["allow_patterns"] for x in asked)
     assert loaded.sha256 == load_model(str(saved["llama"])).sha256
 
 
