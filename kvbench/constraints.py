@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -83,8 +84,18 @@ def violation(name: str, kind: type, setting: str, value: object) -> UserError:
     """The error of a setting that breaks its constraint. name: of the method or task."""
     default = setting_fields(kind)[setting].default
     step = "Leave it out for the default" if default in (None, dataclasses.MISSING) else f"The default is {default}"
-    rule = describe(setting_types(kind)[setting]).removesuffix(" or none")
+    hint = setting_types(kind)[setting]
+    rule = describe(hint).removesuffix(" or none")
+    if _is_whole(hint) and rule != WORDS[int] and not re.fullmatch(r"-?\d+", str(value)):
+        rule = f"a whole number, {rule}"
     return UserError(f"{name}: {setting} must be {rule}, got {value}. {step}.")
+
+
+def _is_whole(hint: Any) -> bool:
+    """Whether a type is of whole numbers, or of these and none."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(map(_is_whole, get_args(hint)))
+    return hint is int or (get_origin(hint) is Annotated and get_args(hint)[0] is int)
 
 
 def validate(made: Any, name: str) -> None:

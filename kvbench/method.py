@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict
 
 from kvbench.budget import BUDGET_TOLERANCE, DEFAULT_BUDGET, Budget, BudgetKind, LayerShape, Shape, too_small
-from kvbench.constraints import validate
+from kvbench.constraints import setting_fields, validate
 from kvbench.errors import UserError
 from kvbench.step import Moment, Step
 
@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A technique. Fields are its settings; everything that changes during a run lives on the per-layer store.
+    """A technique. Fields are its settings; everything that changes during a run is kept in the layer's store.
 
     An author overrides only what the paper changes.
     """
@@ -210,7 +210,7 @@ class Method:
     @property
     def settings(self) -> dict[str, object]:
         """The settings by name, as `--set` takes them."""
-        return {x.name: getattr(self, x.name) for x in fields(self) if not x.metadata.get("resolved")}
+        return {name: getattr(self, name) for name in setting_fields(type(self))}
 
     @property
     def resolution(self) -> dict[str, object]:

@@ -90,7 +90,8 @@ def _read(text: str, kind: Any) -> Any:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     for value in candidates:
         with contextlib.suppress(ValidationError):
-            if _is_finite(found := adapter.validate_python(value)):
+            found = adapter.validate_python(value)
+            if _is_finite(found) and (isinstance(found, bool) or not isinstance(value, bool)):  # true is not 1
                 return found
     raise ValueError(text)
 

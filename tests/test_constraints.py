@@ -34,6 +34,7 @@ class Settings:
 @pytest.mark.parametrize(("value", "shown"), [("32", "'32'"), (32.0, "32.0"), (True, "True"), (0, "0")])
 def test_a_setting_in_python_has_the_type_of_its_field(value, shown):
     """A text that reads as a number would be kept as it is, and compute and be recorded as something else."""
-    with pytest.raises(UserError, match=f"mine: window must be 1 or more, got {shown}. The default is 32."):
+    rule = "1 or more" if value == 0 else "a whole number, 1 or more"
+    with pytest.raises(UserError, match=f"mine: window must be {rule}, got {shown}. The default is 32."):
         validate(Settings(window=value), "mine")
     validate(Settings(share=1), "mine")  # a whole number is a number

@@ -12,7 +12,7 @@ from kvbench.log import say
 from kvbench.registry import find_task, refuse_unregistered
 from kvbench.runs.files import finished_samples, read_file, read_lines, saving, write_record
 from kvbench.runs.journal import Line
-from kvbench.runs.request import find_scorer
+from kvbench.runs.request import choose_scorer
 from kvbench.runs.results import Score
 from kvbench.runs.schema import SCHEMA_VERSION
 from kvbench.runs.spec import Record, RunSpec, TaskSpec
@@ -53,7 +53,7 @@ def rescore(folder: Path, scorer_id: str | None = None, task_name: str | None = 
     if spec.model.random:
         raise UserError(f"run {folder} used random weights, so its answers have no score.")
     task = _find_task(folder, spec.task, task_name)
-    scorer = find_scorer(task, scorer_id or spec.task.scorer)
+    scorer = choose_scorer(task, scorer_id or spec.task.scorer)
     lines = read_lines(folder / "samples.jsonl")
     finished = finished_samples(lines)
     lines = [x for x in lines if x.index in finished]

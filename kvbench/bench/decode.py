@@ -25,7 +25,7 @@ from kvbench.store.selective import SelectiveKV
 
 ROTATED = 4
 """Queries that calls of the attention use in turn, so that one call's selection does not fit the next call."""
-NO_GRAPHS_COMPARED = "the method it is compared with is no graph"
+NO_GRAPHS_COMPARED = "the method that it is compared with runs without a CUDA graph"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Allowed difference between a captured and a normal step, relative to the largest logit, as in the proof at load."""
 

@@ -37,7 +37,7 @@ from kvbench.log import say
 from kvbench.machine import GB, free_bytes
 from kvbench.method import Method
 from kvbench.runs.environment import find_environment
-from kvbench.runs.files import write_record
+from kvbench.runs.files import holding, write_record
 from kvbench.runs.prepare import describe_method
 from kvbench.runs.request import check_kernels, check_kernels_device, check_kernels_dtype
 from kvbench.runs.spec import Implementation, ModelSpec
@@ -81,9 +81,16 @@ def run_bench(request: BenchRequest) -> Bench:
     An unfinished file of the same job is continued, and a finished one returned.
 
     Raises:
-        UserError: the request is invalid, or the file is of another job, machine, code or model. Failures of single
-            cells are outcomes of these cells.
+        UserError: the request is invalid, the file is of another job, machine, code or model, or another process works
+            on it. Failures of single cells are outcomes of these cells.
     """
+    if request.out is None:
+        return _run(request)
+    with holding(request.out.with_name(f".{request.out.name}.lock"), request.out, "--out"):
+        return _run(request)
+
+
+def _run(request: BenchRequest) -> Bench:
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     held = read_earlier(request)
     job = replace(_prepare(request), deadline=began + (request.seconds or math.inf))

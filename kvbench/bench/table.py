@@ -82,7 +82,7 @@ def list_lines(bench: Bench) -> Iterator[str]:
     for cell in bench.cells:
         start = f"{cell.timing:10} {cell.length:>7,} x {cell.batch:<3} {cell.method.name:20}"
         if cell.outcome != "ok":
-            yield f"{start} {cell.outcome}: {cell.reason}"[:150]
+            yield f"{start} {cell.outcome}: {cell.reason}"
         for quantity, time in cell.times.items():
             share = "" if time.bandwidth_share is None else f"{time.bandwidth_share:.0%} of copy"
             graph = {True: "graph", False: "no graph", None: ""}[cell.graph]

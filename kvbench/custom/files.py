@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from kvbench.constraints import Positive
 from kvbench.errors import UserError
 from kvbench.task import Task
 from kvbench.toml import STRICT, explain, read_toml
@@ -38,7 +39,6 @@ def _check_template(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-Positive = Annotated[int, Field(ge=1)]
 
 
 class TaskTable(BaseModel):

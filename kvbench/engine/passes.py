@@ -3,7 +3,7 @@
 A conversation is a generator that yields the passes it needs next and receives their logits. Passes that are wanted at
 the same time run as one: their tokens stand one after another in one sequence, with their own positions, and attention
 takes each conversation's part to that conversation's stores. Everything else in a model works on one token at a time.
-So there is no padding, lengths and moments may differ, and no store or method knows of the others.
+So there is no padding, lengths and moments may differ, and no store or method depends on another conversation.
 """
 
 from __future__ import annotations

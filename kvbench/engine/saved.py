@@ -51,12 +51,18 @@ def write_session(session: Session, path: Path) -> int:
     """Write a session with a context; a file of this name is replaced once the new one is complete. Returns its bytes.
 
     Raises:
-        UserError: there is no context, its steps are static, a store holds what cannot be written, or the disk fails.
+        UserError: there is no context, its steps are static, the model is spread over devices, a store holds what
+            cannot be written, or the disk fails.
     """
     if session.shape is None:
         raise UserError("this session holds no context to save: call prefill first.")
     if session.is_static:
         raise UserError("a session with static steps cannot be saved: save it before make_static.")
+    if len(set((session.model.device_map or {}).values())) > 1:
+        raise UserError(
+            "a session on a model that is spread over several devices cannot be saved. Load the model without "
+            "device_map."
+        )
     writer = StoreWriter(session.method, session.model)
     body = {
         "format": FORMAT,

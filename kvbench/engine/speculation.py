@@ -63,7 +63,7 @@ def open_draft(session: Session, drafter: Method) -> DraftSession:
 
 
 def follow_nothing(store: VerifiedKV, step: Step) -> None:
-    """There is no second cache."""
+    """Do nothing: the draft has no cache of its own to update."""
     del store, step
 
 

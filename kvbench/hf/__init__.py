@@ -4,8 +4,7 @@ from kvbench.collector import collect_as_usual, collect_rarely
 
 collect_rarely()
 try:
-    from kvbench.hf.adapter import Forward, attached, bypassing, catching_hidden, narrowing, run_model
-    from kvbench.hf.config import DTYPES
+    from kvbench.hf.adapter import Forward, attached, bypassing, catching_hidden, narrowing
     from kvbench.hf.find import check_device, find_copy, find_folder
     from kvbench.hf.load import Model, load_model, load_tokenizer
     from kvbench.hf.proof import catch_steps
@@ -15,7 +14,6 @@ finally:
     collect_as_usual()
 
 __all__ = [
-    "DTYPES", "Forward", "Model", "ModelSize", "Rope", "attached", "bypassing", "catch_steps", "catching_hidden",
+    "Forward", "Model", "ModelSize", "Rope", "attached", "bypassing", "catch_steps", "catching_hidden",
     "check_device", "find_copy", "find_folder", "load_model", "load_tokenizer", "narrowing", "predict_memory",
-    "run_model",
 ]

@@ -149,9 +149,11 @@ def convert_gguf(path: Path, folder: Path) -> GgufFile:
             _set_split(tokenizer, header.split, path)
             module.save_pretrained(folder, max_shard_size="1000GB")
             tokenizer.save_pretrained(folder)
-    except (UserError, OSError):
+    except UserError:
         raise
     except Exception as error:  # as in load_model
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of transformers have no number
+            raise
         raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
     for name in ("config.json", "generation_config.json"):
         _drop_versions(folder / name)

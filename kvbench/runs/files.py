@@ -260,17 +260,29 @@ def locked(folder: Path, option: str = "--out") -> Iterator[None]:
             if error.errno in FULL:
                 raise
             raise UserError(f"folder {folder} cannot be created: {_reason(error)}. Give another {option}.") from error
-        file = (folder / ".lock").open("a")
+    with holding(folder / ".lock", folder, option):
+        yield
+
+
+@contextlib.contextmanager
+def holding(lock: Path, place: Path, option: str) -> Iterator[None]:
+    """Hold a lock file against other processes. place, option: what it locks, and how to give another, for messages.
+
+    Raises:
+        UserError: another process holds the lock, or the place cannot be locked.
+    """
+    with saving(place):
+        file = lock.open("a")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another process is working on {folder}. Wait for it, or give another {option}."
+                f"another process is working on {place}. Wait for it, or give another {option}."
             ) from None
         except OSError as error:  # of a file system without locks
             raise UserError(
-                f"folder {folder} cannot be locked against other processes: {_reason(error)}. Give {option} on another "
-                "file system."
+                f"{place} cannot be locked against other processes: {_reason(error)}. Give {option} on another file "
+                "system."
             ) from error
         yield

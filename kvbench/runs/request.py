@@ -75,7 +75,7 @@ def resolve(request: Request) -> ResolvedRequest:
     if request.template not in get_args(Template):
         raise unknown("template", request.template, get_args(Template))
     template = cast("Template", request.template)
-    scorer = find_scorer(task, request.scorer)
+    scorer = choose_scorer(task, request.scorer)
     budget = None if request.budget is None else Budget.parse(request.budget)
     generation = read_generation(parse_pairs(request.generation, "--gen"))
     length = task.default_length if request.length is None else request.length
@@ -101,7 +101,7 @@ def resolve(request: Request) -> ResolvedRequest:
     return ResolvedRequest(request, task, method, protocol, template, scorer, budget, generation, length)
 
 
-def find_scorer(task: Task | type[Task], name: str | None) -> Scorer:
+def choose_scorer(task: Task | type[Task], name: str | None) -> Scorer:
     """A scorer of a task by its id; None: its first scorer.
 
     Raises:

@@ -20,6 +20,7 @@ from kvbench.engine.reuse import Reuse, count_reuse
 from kvbench.engine.session import Session
 from kvbench.engine.timing import now
 from kvbench.errors import FileTierError
+from kvbench.log import say_once
 from kvbench.runs.job import Job, cap_new_tokens, check_capacity, find_capacity
 from kvbench.runs.journal import Line, Times, TokenCounts
 from kvbench.runs.lines import SampleFailedError, fail, score_answer, stop_if_lost, turn_facts
@@ -234,6 +235,10 @@ def _with_agreement(
     try:
         full = find_full_logits(job.model, encoded, job.spec, own, capacity, recording)
     except torch.OutOfMemoryError:
+        say_once(
+            f"the full cache of {len(encoded.context)} tokens does not fit in memory: {job.method.card.name} is not "
+            "compared with it."
+        )
         return lines
     found = []
     for line, ours, theirs in zip(lines, forced, full, strict=True):

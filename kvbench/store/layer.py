@@ -208,9 +208,10 @@ class LayerKV(DenseKV):
             setattr(self, name, None)
 
     def make_static(self) -> None:
-        """From now on every step has the same shapes: the length lives on the device, masks do the rest.
+        """From now on every step has the same shapes.
 
-        A bounded store that has reached its budget drops an entry for each one that it adds, so its steps are static.
+        The number of entries is a tensor on the device, and masks hide the entries beyond it. A bounded store that has
+        reached its budget drops an entry for each one that it adds, so its steps are static.
 
         Raises:
             UserError: it has not reached it, or it counts positions in a window, which the host knows.

@@ -98,7 +98,7 @@ class VerifiedKV(LayerKV):
         return target + self.draft.bytes_for(layer, shape, entries)
 
     def resume(self) -> None:
-        """Bring both caches into the form that an answer reads: of a draft, forks would each do it for themselves."""
+        """Bring both caches into the form that an answer reads, once, before they are forked."""
         self.target.resume()
         self.draft.resume()
 

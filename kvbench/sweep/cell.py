@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import time
@@ -109,8 +108,7 @@ class ModelCache:
 
             self._model = None
             gc.collect()
-            with contextlib.suppress(RuntimeError):  # torch 2.11 raises it after a failed CUDA graph capture
-                torch.cuda.empty_cache()  # so that the next memory prediction counts it as free
+            torch.cuda.empty_cache()  # so that the next memory prediction counts it as free
         return self._model
 
     def put(self, cell: SweepCell, model: Model) -> None:

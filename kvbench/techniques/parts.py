@@ -85,7 +85,7 @@ def find_part(
             f"{name} has a trained part, which stands on one device, and {model.id} is spread over several. Leave "
             "--device-map out, or use a method without a trained part, such as snapkv."
         )
-    file = Path(method.weights) if method.weights else None
+    file = Path(method.weights).expanduser() if method.weights else None
     if sets_steps(type(method), method.steps) and (file or find_shipped(name, model.id, model.sha256)):
         raise UserError(
             f"{name}: steps={method.steps} has no effect, because no part is trained: "

@@ -39,6 +39,7 @@ from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind
 from kvbench.methods.baseline.full import Full
 from kvbench.registry import find_method, list_entries
+from kvbench.runs.files import holding
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -332,7 +333,7 @@ def test_a_capture_with_other_logits_is_not_timed(taped, monkeypatch):
 
 @pytest.mark.parametrize(("name", "graph", "reason"), [
     ("full", True, "no CUDA graph on a CPU"), ("kivi", True, "entries are packed in blocks"),
-    ("full", False, "the method it is compared with is no graph"),
+    ("full", False, "the method that it is compared with runs without a CUDA graph"),
 ])
 def test_the_reason_for_no_graph(name, graph, reason):
     """The method's own reason where it has one."""
@@ -986,6 +987,17 @@ def test_no_cell_is_started_after_the_deadline(bench, monkeypatch):
     assert (first["outcome"], {x["outcome"] for x in late}) == ("ok", {"skipped"})
     assert {x["timing"] for x in late} == {"kernel", "step", "end-to-end"}
     assert {x["reason"] for x in late} == {"no time was left for it"}
+
+
+def test_a_file_that_another_process_writes_is_refused(tmp_path):
+    """Both would time on one device, and each would write over the other's cells."""
+    asked = BenchRequest(("full",), model="random:two-layers", lengths=(32,), out=tmp_path / "bench.json")
+    with (
+        holding(tmp_path / ".bench.json.lock", asked.out, "--out"),
+        pytest.raises(UserError, match=r"another process is working on .*bench\.json\. Wait for it, or give another"),
+    ):
+        run_bench(asked)
+    assert not asked.out.exists()
 
 
 def test_operations_are_not_compared_after_the_deadline(triton_is, monkeypatch):

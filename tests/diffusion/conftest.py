@@ -92,7 +92,7 @@ def folder(plain_folder):
     made = plain_folder.parent / "diffusion"
     shutil.copytree(plain_folder, made)
     document = json.loads((made / "config.json").read_text())
-    document["diffusion"] = {"mask_token_id": 257}
+    document["diffusion"] = {"mask_token_id": 257, "shifted_head": False}
     (made / "config.json").write_text(json.dumps(document))
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 from statistics import fmean
@@ -154,10 +153,16 @@ def test_tuning_undid_half_of_the_harm_of_the_prefix_mask():
 def test_the_mask_stands_in_config_json():
     """Full unless it says prefix."""
     own = {"mask_token_id": 3, "shifted_head": False}
-    found = [read_masking({"vocab_size": 9, "diffusion": {**own, **x}}) for x in ({}, {"attention": "prefix"})]
-    assert [x.attention for x in found] == ["full", "prefix"]
+
+    def read(**more):
+        return read_masking({"vocab_size": 9, "diffusion": {**own, **more}})
+
+    assert [read().attention, read(attention="prefix").attention] == ["full", "prefix"]
     with pytest.raises(UserError, match="attention 'causal' of a diffusion model: it must be full or prefix"):
-        read_masking(json.loads('{"vocab_size": 9, "diffusion": {"mask_token_id": 3, "attention": "causal"}}'))
+        read(attention="causal")
+    del own["shifted_head"]  # a wrong head gives wrong tokens, which no check at load can notice
+    with pytest.raises(UserError, match="shifted_head None: it must be true or false"):
+        read()
 
 
 def test_the_prompts_entries_do_not_depend_on_the_answer(unshifted, prompts):

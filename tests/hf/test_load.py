@@ -12,7 +12,8 @@ import torch
 
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
-from kvbench.hf import DTYPES, Model, load_model, load_tokenizer, predict_memory
+from kvbench.hf import Model, load_model, load_tokenizer, predict_memory
+from kvbench.hf.config import DTYPES
 from kvbench.store import storage_bytes
 
 from .models import ARCHITECTURES, QUERY, SAVED_SEED, SERVED, build, refusal, rewrite, save

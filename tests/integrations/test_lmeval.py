@@ -32,6 +32,7 @@ from kvbench.integrations.lmeval.generation import Generation
 from kvbench.integrations.lmeval.model import KvbenchModel
 from kvbench.integrations.lmeval.tally import NotMeasuredError
 from kvbench.method import Budget
+from kvbench.methods.baseline.full import Full
 from kvbench.registry import find_method, find_task
 from kvbench.runs.files import read_lines
 from kvbench.task import Split, encode
@@ -197,6 +198,13 @@ def test_answers_are_greedy_and_end_at_their_texts(full, plain, docs):
     assert text.startswith(answers[2]) and middle not in answers[2]
 
 
+def test_answers_of_nan_logits_are_refused(full, docs, monkeypatch):
+    """They are no answers of the model, although each has a token."""
+    monkeypatch.setattr(Full, "attend", lambda self, kv, step: torch.full_like(step.query, torch.nan))
+    with pytest.raises(UserError, match="NaN"):
+        full.generate_until(ask("generate_until", (prompt(docs[0]), {"max_gen_toks": 2})), disable_tqdm=True)
+
+
 def test_contexts_are_cut_on_the_left_and_counted(full, docs, capsys):
     """A context that leaves no room loses its first tokens, as in lm_eval, and the log says how many."""
     short = KvbenchModel(method="full", device="cpu", dtype="float32", max_length=100)
@@ -228,7 +236,7 @@ def test_a_method_that_never_acts_fails_the_run(full, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"method": "full", "color": 1}, "unknown model argument 'color'"),
     ({"method": "snapkv", "set.color": 1}, "unknown setting of snapkv 'color'"),
-    ({"method": "snapkv", "set.window": "x"}, "window must be 1 or more, got x"),
+    ({"method": "snapkv", "set.window": "x"}, "window must be a whole number, 1 or more, got x"),
     ({"method": "snapkv", "budget": "250%"}, "is above 100%"),
     ({"method": "full", "budget": "25%"}, "full takes no budget"),
     ({"method": "full", "batch_size": "auto"}, "kvbench never pads"),

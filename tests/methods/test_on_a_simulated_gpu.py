@@ -103,6 +103,14 @@ def test_layers_may_lie_on_two_devices(gpu, name, devices):
         assert gpu.refused == []
 
 
+def test_a_session_on_two_devices_is_not_saved(gpu, tmp_path):
+    """A file has each tensor on the model's device or on the host."""
+    with open_session(Full(), spread(["cuda", "cpu"]), None, chunk=70) as session:
+        session.prefill(CONTEXT)
+        with pytest.raises(UserError, match=r"spread over several devices cannot be saved\. Load the model without"):
+            session.save(tmp_path / "session.safetensors")
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("fault", "refused"), [
     (lambda x: torch.arange(16) * x, "mul of tensors on both devices"),

@@ -25,6 +25,14 @@ def test_a_file_that_was_written_again_is_read_again(tmp_path):
         assert get_part(found[0]).weights["x"].equal(torch.ones(count))
 
 
+def test_a_tilde_in_the_path_of_weights_is_the_home_folder(tmp_path, monkeypatch):
+    """A shell leaves it as it is in `--set weights=~/part.safetensors`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_part(tmp_path / "part.safetensors", "locret", tiny_model(), {"x": torch.ones(3)}, "data")
+    sha256 = find_part(Locret(weights="~/part.safetensors"), tiny_model(), dict, "not trained")
+    assert get_part(sha256).weights["x"].equal(torch.ones(3))
+
+
 def test_a_part_is_trained_once_for_a_model_and_its_element_type():
     """Of the same settings: another element type gives other weights."""
     calls = []

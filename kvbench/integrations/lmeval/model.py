@@ -276,6 +276,7 @@ class KvbenchModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
             if any(x in text for x in generation.until):
                 break
+        session.check_logits()
         return generation.cut(text)
 
     def _cut(self, context: Sequence[int], room: int, tally: Tally) -> tuple[int, ...]:
