@@ -84,10 +84,17 @@ def run_bench(request: BenchRequest) -> Bench:
         UserError: the request is invalid, the file is of another job, machine, code or model, or another process works
             on it. Failures of single cells are outcomes of these cells.
     """
-    if request.out is None:
+    out = request.out
+    if out is None:
         return _run(request)
-    with holding(request.out.with_name(f".{request.out.name}.lock"), request.out, "--out"):
-        return _run(request)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UserError(f"--out '{out}' must be a file in an existing folder.")
+    lock = out.with_name(f".{out.name}.lock")
+    with holding(lock, out, "--out"):
+        try:
+            return _run(request)
+        finally:
+            lock.unlink()
 
 
 def _run(request: BenchRequest) -> Bench:
@@ -208,8 +215,6 @@ def _check(request: BenchRequest) -> list[Timing]:
                 check_number(name, value)
     if request.memory is not None:
         check_number("memory in GB", request.memory, LEAST_GB)
-    if request.out is not None and (request.out.is_dir() or not request.out.absolute().parent.is_dir()):
-        raise UserError(f"--out '{request.out}' must be a file in an existing folder.")
     for batch in request.batches:
         if batch != MAX and not (is_whole(batch) and int(batch)):
             raise UserError(

@@ -57,7 +57,7 @@ class TrainedPart:
 
 
 _FOUND: dict[str, TrainedPart] = {}
-_HASHES: dict[tuple[str, str, str, str], str] = {}
+_HASHES: dict[tuple[str, str, str, str], TrainedPart] = {}
 """Of the parts found in this process, by method, file or settings, model and element type."""
 _MODULES: dict[str, tuple[str, nn.Module]] = {}
 """By the hash of a part's weights: the hash of the last model that was bound, and the module for it with the weights.
@@ -99,9 +99,10 @@ def find_part(
             part = read_part(file, name, model) if published is None else published
         else:
             part = find_shipped(name, model.id, model.sha256) or make_part(train(), how)
-        _HASHES[key] = part.sha256
-        _FOUND[part.sha256] = part
-    return _HASHES[key]
+        _HASHES[key] = part
+    part = _HASHES[key]
+    _FOUND[part.sha256] = part  # another file may have the same weights and other facts
+    return part.sha256
 
 
 def sets_steps(kind: type, steps: object) -> bool:
@@ -140,7 +141,7 @@ def load_module(method: str, model: Model, sha256: str, make: Callable[[], nn.Mo
         UserError: the weights have other names or shapes.
     """
     fitting, held = _MODULES.get(sha256, ("", None))
-    if held is not None and fitting == model.sha256 and next(held.parameters()).device == model.device:
+    if held is not None and fitting == model.sha256 and {x.device for x in held.parameters()} <= {model.device}:
         return
     part, module = get_part(sha256), make()
     check_shapes(method, model, part, {name: tuple(x.shape) for name, x in module.state_dict().items()})

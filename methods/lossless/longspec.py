@@ -38,7 +38,7 @@ AUTHORS: Rename = {
 """Names of the authors' weights, which are those of the released code; no output depends on cross_attn.k and .v."""
 PUBLISHED_WINDOW = 513
 """Tokens that the authors' self-attention reads: 512, and the newest."""
-_DRAFTERS: dict[tuple[str | None, int, str, str, torch.device], Drafter] = {}
+_DRAFTERS: dict[tuple[str | None, int, int | None, str, str, torch.device], Drafter] = {}
 """By hash of the weights, window, hash of the model, element type and device."""
 
 
@@ -112,9 +112,10 @@ class LongSpec(Proposed):
                 f"The authors' layer reads the last {PUBLISHED_WINDOW} tokens, and window is {self.window}. Use --set "
                 f"window={PUBLISHED_WINDOW}."
             )
-        key = sha256, self.window, model.sha256, model.dtype, model.device
+        reads = range(len(model.layers))[int(part.facts.get("reads", -1))]
+        key = sha256, self.window, reads, model.sha256, model.dtype, model.device
         if key not in _DRAFTERS:
-            drafter = Drafter(model, self.window, int(part.facts.get("reads", -1)), published=published)
+            drafter = Drafter(model, self.window, reads, published=published)
             check_shapes("longspec", model, part, {name: tuple(x.shape) for name, x in drafter.state_dict().items()})
             drafter.load_state_dict(dict(part.weights))
             _DRAFTERS[key] = drafter.to(model.device).requires_grad_(requires_grad=False)
@@ -123,7 +124,7 @@ class LongSpec(Proposed):
     def propose(self, session: Session, token: Tensor, count: int) -> Tensor:
         """The layer's most likely next tokens, one after the other. [B, count]"""
         store, model = self.held(session), session.model
-        drafter = _DRAFTERS[self.part, self.window, model.sha256, model.dtype, model.device]
+        drafter = _DRAFTERS[self.part, self.window, self.holder, model.sha256, model.dtype, model.device]
         first = max(0, session.seen + 1 - self.window)
         texts = torch.cat([store.ids[:, first:].long(), token[:, None]], dim=1)
         keys, values = store.keys.float(), store.values.float()  # once per round: in 16 bits this is a copy

@@ -193,7 +193,9 @@ class FTP(Method):
     def _train(self, model: Model, weights: tuple[float, ...]) -> Mapping[str, Tensor]:
         """Train on the manual; untrained where no layer may skip."""
         if not any(weights):
-            return dict(make_router().state_dict())
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return dict(make_router().state_dict())
         ids = calibration_ids(model, TEXT * 8)
         size = min(TEXT, ids.shape[1])
         return train(model, self.steps, weights, lambda step: draw_halves(ids, size, step))

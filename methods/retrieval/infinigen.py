@@ -100,6 +100,7 @@ class InfiniGen(ReadingMethod):
     def bind(self, model: Model) -> Self:
         """Find the skewing matrices, and check that queries can be guessed on this model (`UserError`)."""
         sha256 = calibrate(model, SkewRecorder(), self.tokens, lambda state, _: find_skew(model, state))
+        _MODELS.pop((sha256, id(model)), None)  # the last one that was bound is the last one here
         _MODELS[sha256, id(model)] = model
         return replace(self, skew=sha256)
 

@@ -18,14 +18,16 @@ from kvbench.bench import decode
 from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
 from kvbench.hf.tiny import placed, tiny_model
+from kvbench.kernels.bitmap_attention import torch as bitmaps
+from kvbench.kernels.cast_attention import torch as casts
 from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization import nvfp4
-from kvbench.methods.retrieval import infinigen
+from kvbench.methods.quantization import nvfp4, zipcache
+from kvbench.methods.retrieval import infinigen, sentencekv
 from kvbench.registry import find_method, list_entries
 from kvbench.selection import ScoredMethod
-from kvbench.store import rotation
+from kvbench.store import coders, rotation
 from kvbench.techniques import calibration, codebooks, parts
 from kvbench.techniques.reading import ReadingMethod
 
@@ -114,7 +116,10 @@ def put_on_gpu(call):
         return copy.deepcopy(call)
 
 
-CACHED = [x for module in (codebooks, rotation, nvfp4) for x in vars(module).values() if hasattr(x, "cache_clear")]
+CACHED = [
+    x for module in (codebooks, rotation, coders, nvfp4, zipcache, sentencekv, bitmaps, casts)
+    for x in vars(module).values() if hasattr(x, "cache_clear")
+]
 """Functions that keep their tables by device, and would keep fake ones."""
 
 

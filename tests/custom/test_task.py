@@ -289,8 +289,13 @@ def test_a_file_without_records_is_refused(write):
         read(write(["", "  "]))
 
 
+TEXTS = st.sampled_from(["a", "b c", " d", "", " ", "\n"])
+
+
 @pytest.mark.slow
-@given(st.recursive(
+@given(st.fixed_dictionaries({"id": TEXTS, "context": TEXTS, "turns": st.lists(
+    st.fixed_dictionaries({"question": TEXTS, "answer": TEXTS}), max_size=2
+)}) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["id", "context", "turns", "question"]),
     lambda x: st.lists(x) | st.dictionaries(st.sampled_from(["id", "context", "turns", "question", "answer"]), x),
 ))

@@ -16,6 +16,7 @@ from kvbench.errors import UserError
 from kvbench.hf import adapter
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Budget, Moment
+from kvbench.methods.prefill import token_router
 from kvbench.methods.prefill.ftp import FTP
 from kvbench.methods.prefill.token_router import (
     describe,
@@ -246,8 +247,11 @@ def test_a_saved_schedule_of_another_shape_is_refused(model):
             FTP().rebind({"schedule": wrong}, model.shape(64))
 
 
-def test_training_asks_only_layers_that_may_skip(model):
+def test_training_asks_only_layers_that_may_skip(model, monkeypatch):
     """Where one layer of three may skip, as in a model whose others have windows, no step asks the others to."""
     labels = torch.cat([torch.full((1, 30), -100), CONTEXT[:, 31:], torch.full((1, 1), -100)], dim=1)
+    kept, run = [], token_router.run_gated
+    monkeypatch.setattr(token_router, "run_gated", lambda *x: kept.append(x[4]) or run(*x))
     found = train(model, 4, (0.0, 1.0, 0.0), lambda _: (CONTEXT, labels, 30))
     assert all(x.isfinite().all() for x in found.values())
+    assert len(kept) == 8 and all((x[0], x[2]) == (30, 30) and x[1] < 30 for x in kept)

@@ -68,20 +68,14 @@ def test_the_size_is_exact_and_nothing_comes_back(recent):
             session.forward(torch.tensor([[token]]), Moment.DECODE)
 
 
-def test_scores_travel_with_their_entries():
-    """Entries dropped in place take their scores along: each entry's score only ever grows."""
-    model = tiny_model()
-    method = H2O().fit(Budget("rows", 10), model.shape(40))
-    with Session(model, method, capacity=80) as session:
-        session.prefill(torch.arange(40)[None] % 37)
-        old = {}
-        for token in range(12):
-            for i, store in enumerate(session.layers):
-                for head in range(2):
-                    now = dict(zip(store.positions[0, head].tolist(), store.scores[0, head].tolist(), strict=True))
-                    assert all(now[p] >= old[i, head].get(p, 0) for p in now) if (i, head) in old else True
-                    old[i, head] = now
-            session.forward(torch.tensor([[token]]), Moment.DECODE)
+def test_scores_travel_with_their_entries(make_step):
+    """Entries dropped in place take their scores along; here each score is its entry's position."""
+    kv = H2O(rows=8, length=10).layer(0)
+    kv.append(make_step(torch.zeros(1, 4, 10, 8), torch.zeros(1, 2, 10, 8)))
+    kv.scores.copy_(kv.positions)
+    kv.drop(torch.tensor([[[2, 5], [0, 9]]]))
+    assert kv.scores.equal(kv.positions.float())
+    assert kv.positions.sort(-1).values.tolist() == [[[0, 1, 3, 4, 6, 7, 8, 9], [*range(1, 9)]]]
 
 
 @pytest.mark.parametrize("recent", [-0.1, 1.1])

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvbench.engine.passes import PassRequest, run_together
 from kvbench.engine.session import Session
 from kvbench.errors import UserError
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.kernels.page_select import page_scores
-from kvbench.method import Budget
+from kvbench.method import Budget, Moment
 from kvbench.methods.retrieval import indexcache
 from kvbench.methods.retrieval.indexcache import IndexCache
 from kvbench.methods.retrieval.quest import Quest
@@ -89,17 +90,18 @@ def test_sharing_layers_store_and_read_no_bounds():
 
 
 def test_forks_do_not_share_pages(read):
-    """Two continuations that take turns read the pages of their own tokens."""
+    """Two continuations whose layers take turns read the pages of their own tokens."""
     model = tiny_model()
     method = IndexCache(page=4, pattern="FS").fit(Budget("rows", ROWS), model.shape(LENGTH))
     with Session(model, method, capacity=120) as session:
         session.prefill(ids(LENGTH))
         with session.fork() as branch:
             for x in ids(3, 4):
-                session.force([x])
-                branch.force([(x + 7) % VOCABULARY])
-    pairs = list(zip(read[::2], read[1::2], strict=True))
-    assert all((a[0], b[0]) == (0, 1) and a[1].equal(b[1]) for a, b in pairs)
+                tokens = (session, x), (branch, (x + 7) % VOCABULARY)
+                run_together([PassRequest(talk, torch.tensor([[y]]), Moment.DECODE) for talk, y in tokens])
+    assert [layer for layer, _ in read] == [0, 0, 1, 1] * 3
+    assert all(read[i][1].equal(read[i + 2][1]) for i in (0, 1, 4, 5, 8, 9))
+    assert any(not read[i][1].equal(read[i + 1][1]) for i in (0, 4, 8))
 
 
 def test_the_regular_pattern_is_the_papers():

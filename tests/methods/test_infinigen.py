@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from kvbench.hf import Model
 from kvbench.hf.adapter import project_queries
 from kvbench.hf.tiny import VOCABULARY, tiny_model
 from kvbench.method import Budget, Moment
+from kvbench.methods.retrieval import infinigen
 from kvbench.methods.retrieval.infinigen import InfiniGen, SkewRecorder, find_skew
 from kvbench.store.chosen import ChosenKV
 from kvbench.techniques.calibration import calibrated
@@ -144,3 +146,12 @@ def test_a_model_of_one_layer_is_refused():
     model = tiny_model(layers=1)
     with pytest.raises(UserError, match="keeps its first layers and sliding-window layers exact"):
         fitted(InfiniGen(), model)
+
+
+def test_queries_are_guessed_by_the_model_that_was_bound_last():
+    """Also where it was bound before another one with the same skewing matrices, which may lie on other devices."""
+    one = tiny_model()
+    other = Model.from_module(copy.deepcopy(one.module))
+    for model in (one, other, one):
+        skew = InfiniGen().bind(model).skew
+        assert [x for (found, _), x in infinigen._MODELS.items() if found == skew][-1] is model

@@ -16,17 +16,22 @@ from kvbench.check.trial import CONTEXT, FORCED, choose_budget, open_session
 from kvbench.errors import UserError
 from kvbench.hf import tiny
 from kvbench.hf.load import Model
+from kvbench.kernels.bitmap_attention import torch as bitmaps
+from kvbench.kernels.cast_attention import torch as casts
 from kvbench.kernels.dense_attention import torch as dense
+from kvbench.methods.allocation import compresskv
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization import nvfp4
+from kvbench.methods.prefill import minference
+from kvbench.methods.quantization import nvfp4, zipcache
 from kvbench.methods.retrieval import sentencekv
 from kvbench.registry import find_method, list_entries
-from kvbench.store import rotation
+from kvbench.store import coders, rotation
 from kvbench.techniques import codebooks, parts
 from tests.toys.gpu import simulated_gpu
 
 CACHED = [
-    x for module in (codebooks, rotation, nvfp4, sentencekv) for x in vars(module).values() if hasattr(x, "cache_clear")
+    x for module in (codebooks, rotation, coders, nvfp4, zipcache, sentencekv, bitmaps, casts)
+    for x in vars(module).values() if hasattr(x, "cache_clear")
 ]
 """Functions that keep their tables by device."""
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
@@ -46,12 +51,15 @@ def attend_without_flash(query, keys, values, *, scale, causal):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """A simulated GPU, on which no part was trained before."""
+def gpu(monkeypatch, cache):
+    """A simulated GPU, on which nothing was trained or measured before."""
     monkeypatch.setattr(dense, "attend_by_flash", attend_without_flash)
     monkeypatch.setattr(dense, "sdpa_kernel", lambda _: nullcontext())
     monkeypatch.setattr(tiny, "_make", tiny._make.__wrapped__)
-    monkeypatch.setattr(parts, "_HASHES", {})
+    for module, memo in (
+        (parts, "_HASHES"), (minference, "_FOUND"), (compresskv, "_FOUND"), (sentencekv, "_SENTENCE_ENDS"),
+    ):
+        monkeypatch.setattr(module, memo, {})
     with simulated_gpu() as found, tiny.placed("cuda", torch.bfloat16):
         yield found
     for function in CACHED:

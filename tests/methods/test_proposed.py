@@ -16,6 +16,7 @@ from kvbench.hf import Model, load_model
 from kvbench.hf.tiny import tiny_model
 from kvbench.method import Moment
 from kvbench.methods.baseline.full import Full
+from kvbench.methods.lossless import longspec
 from kvbench.methods.lossless.drafter import ROUND, Drafter, measure_loss, read_target, train
 from kvbench.methods.lossless.longspec import LongSpec
 from kvbench.methods.lossless.prompt_lookup import PromptLookup, look_up
@@ -24,6 +25,7 @@ from kvbench.registry import find_method
 from kvbench.runs.results import TASKS
 from kvbench.task import Mode, Split, encode
 from kvbench.tasks.ruler import niah
+from kvbench.techniques import parts
 from kvbench.techniques.parts import SHIPPED, get_part, read_metadata, write_part
 from kvbench.techniques.training import TrainingProgress
 
@@ -186,8 +188,10 @@ def test_a_drafter_learns(monkeypatch):
     assert shares[-1] > 0.8
 
 
-def test_a_model_that_was_drafted_for_is_freed():
+def test_a_model_that_was_drafted_for_is_freed(monkeypatch):
     """A sweep over several models holds one at a time."""
+    monkeypatch.setattr(parts, "_HASHES", {})
+    monkeypatch.setattr(longspec, "_DRAFTERS", {})  # those of the same weights would not be made again
     module = copy.deepcopy(tiny_model().module)
     LongSpec(steps=1).bind(Model.from_module(module))
     held = weakref.ref(module)

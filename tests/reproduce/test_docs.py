@@ -78,7 +78,7 @@ def test_hours_are_the_arithmetic_s(capsys):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.main()
-    assert capsys.readouterr().out in PAGE
+    assert f"\n\n{capsys.readouterr().out}\n" in PAGE
 
 
 @pytest.mark.skipif(not RECORD.exists(), reason="nothing is recorded")

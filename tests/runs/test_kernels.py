@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvbench.errors import UserError
+from kvbench.log import say_once
 from kvbench.registry import list_ops
 from kvbench.runs.files import read_lines
 
@@ -64,6 +65,7 @@ def test_a_run_on_a_gpu_names_the_kernels_to_use(kvbench, arguments, monkeypatch
 
     monkeypatch.setattr("kvbench.runs.prepare.find_device", lambda _: "cuda")
     monkeypatch.setattr("kvbench.runs.prepare._load", load)
+    say_once.cache_clear()
     answer = kvbench(*arguments, "--method", "full", "--kernels", kernels)
     assert "no model is loaded here" in answer.err
     assert ("note: use --kernels triton on a GPU" in answer.err) == noted

@@ -110,12 +110,16 @@ def test_a_damaged_journal_is_used_or_refused_but_never_crashes(tmp_path, at, by
     """After one changed byte, the other samples remain."""
     path = tmp_path / "samples.jsonl"
     path.write_bytes(WHOLE[:at] + bytes([byte]) + WHOLE[at + 1 :])
+    damaged = {sum(end <= x for end in ENDS) // TURNS for x in (at, at + 1)}  # two where a line's end is changed
     try:
+        journal = Journal(path)
+        journal.close()
         lines = resume(path)
     except UserError as refused:
         if "schema version" not in str(refused):
             raise
     else:
+        assert journal.finished | damaged >= set(range(SAMPLES))
         assert {x.index for x in lines} >= set(range(SAMPLES))
 
 

@@ -57,15 +57,16 @@ def test_numbers_are_counted_between_points():
     assert (points * weights).sum().item() == pytest.approx(x.sum().item())
 
 
+@pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("level", [2, 3, 4])
-def test_levels_of_angles_are_those_of_sampled_radii(level):
+def test_levels_of_angles_are_those_of_sampled_radii(level, bits):
     """The angle between the norms of two halves of normal numbers, sampled, has these cells' means as levels."""
     generator = torch.Generator().manual_seed(level)
     norms = torch.randn(2, 200_000, 2 ** (level - 1), generator=generator).norm(dim=-1)
     angle = torch.atan2(norms[0], norms[1])
-    levels = angle_levels(level, 2, CPU)
+    levels = angle_levels(level, bits, CPU)
     codes = torch.bucketize(angle, midpoints(levels))
-    means = [angle[codes == i].mean().item() for i in range(4)]
+    means = [angle[codes == i].mean().item() for i in range(2**bits)]
     assert levels.tolist() == pytest.approx(means, abs=3e-3)
 
 

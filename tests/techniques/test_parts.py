@@ -11,6 +11,7 @@ from kvbench.errors import UserError
 from kvbench.hf.tiny import tiny_model
 from kvbench.methods.eviction.locret import HIDDEN, Locret
 from kvbench.methods.eviction.retaining import make_heads
+from kvbench.registry import find_method
 from kvbench.techniques import parts
 from kvbench.techniques.parts import find_part, get_part, make_part, write_part
 
@@ -65,3 +66,12 @@ def test_steps_are_refused_where_nothing_is_trained(tmp_path, monkeypatch, setti
     assert Locret(**settings).bind(model).trained_on == "data"
     with pytest.raises(UserError, match=r"locret: steps=7 has no effect, because no part.*Leave --set steps"):
         Locret(steps=7, **settings).bind(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["flux-attention", "ftp", "locret", "longspec", "nosa", "reasoncache", "seerattention"]
+)
+def test_another_number_of_steps_is_another_training(name):
+    """In one process: a result states its steps."""
+    one, again, more = (find_method(name)(steps=x).bind(tiny_model()).part for x in (2, 2, 3))
+    assert one == again != more

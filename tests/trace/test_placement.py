@@ -58,7 +58,9 @@ def test_pages_waste_less_than_a_page_each(lengths):
     """The bound that makes paging what it is."""
     trace = Trace("t", tuple(TraceRequest(float(i), (), n, 0) for i, n in enumerate(lengths)), None)
     paged = next(x for x in measure_waste(trace) if x.scheme == f"paged, {PAGE} tokens").share
-    assert 0 <= paged * sum(-(-n // PAGE) * PAGE for n in lengths) < PAGE * len(lengths)
+    unused = sum(-n % PAGE for n in lengths)
+    assert unused < PAGE * len(lengths)
+    assert paged == pytest.approx(unused / (unused + sum(lengths)))
 
 
 def test_contiguous_groups_take_one_copy_in_an_empty_pool():
