@@ -72,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Regression:
-    """A question with a lower score than with the full cache."""
+    """A question with a worse score than with the full cache."""
 
     sample: str
     turn: int
@@ -82,7 +82,7 @@ class Regression:
 
 @dataclass(frozen=True)
 class Regressions:
-    """The questions of a run with lower scores than with the full cache."""
+    """The questions of a run with worse scores than with the full cache."""
 
     run_id: str
     full: str

@@ -16,6 +16,14 @@ def stored_share(result: Result) -> float | None:
     return None if memory is None else _share(result, memory.stored_bytes + memory.off_device_bytes, memory.full_bytes)
 
 
+def bytes_per_token(result: Result) -> float | None:
+    """Bytes that hold the context after compression, in all tiers, by token of the context."""
+    memory = result.memory
+    if memory is None or not memory.stored_bytes:
+        return None if memory is None else memory.bytes_per_token
+    return memory.bytes_per_token * (1 + memory.off_device_bytes / memory.stored_bytes)
+
+
 def conversation_share(result: Result) -> float | None:
     """Bytes that hold the conversation at its end, in all tiers, of the full cache of the conversation."""
     memory = result.memory

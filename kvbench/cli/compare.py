@@ -42,7 +42,7 @@ def compare_command(
     )
     from kvbench.analysis.doubts import group_doubts
     from kvbench.analysis.formatting import print_table
-    from kvbench.analysis.load import find_run, load_run, refer_to
+    from kvbench.analysis.load import find_run, load_found, refer_to
     from kvbench.analysis.metrics import Metric
     from kvbench.analysis.recovery import find_recoveries
     from kvbench.analysis.shares import fill_full_reads
@@ -53,7 +53,9 @@ def compare_command(
 
     if len(runs) < 2:
         raise UserError("compare needs two or more runs. Give their folders or ids.")
-    loaded = [load_run(find_run(x, out)) for x in runs]
+    loaded = load_found([find_run(x, out) for x in runs], runs)
+    if len(loaded) < 2:
+        raise UserError("compare needs two or more runs, and these are copies of one. Give another run.")
     conflicts = find_conflicts(loaded)
     for conflict in conflicts:
         say(f"warning: {conflict}")
@@ -84,7 +86,8 @@ def compare_command(
     regressions = find_regressions(loaded)
     if regressions:
         print_regressions(
-            regressions, {x.run_id: label for x, label in zip(results, labels, strict=True)},
+            regressions, Metric.of(results[base].score),
+            {x.run_id: label for x, label in zip(results, labels, strict=True)},
             {x.result.run_id: refer_to(x.folder) for x in loaded},
         )
     if as_json:

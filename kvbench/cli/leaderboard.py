@@ -27,10 +27,10 @@ app.add_typer(tokens, name="token")
 Paths = Annotated[list[Path], typer.Argument(help="Submissions (folders or .tar), runs, or folders that contain them.")]
 Results = Annotated[
     list[Path] | None,
-    typer.Option(help="Folders in which baselines and duplicates are looked up; repeatable; default: PATHS."),
+    typer.Option(help="Folders in which baselines and duplicates are looked up; repeatable; default: the paths given."),
 ]
-Own = Annotated[bool, typer.Option("--own", help="These runs are yours: they need no manifest.")]
-Write = Annotated[bool, typer.Option("--write", help="Write verification.json into each submission, for the site.")]
+Own = Annotated[bool, typer.Option("--own", help="The runs are yours: they need no manifest.")]
+Write = Annotated[bool, typer.Option("--write", help="Write verification.json next to the files, for the site.")]
 
 
 @app.command("verify")
@@ -78,12 +78,15 @@ def rerun_command(
 
     L1 and L2 compare tokens, L3 compares the mean score on new samples. Exit code 1 if the results disagree.
     """
+    from kvbench.leaderboard.submission.archive import find_bundles
     from kvbench.leaderboard.verification.levels import read_secret, read_share, rerun_levels
     from kvbench.leaderboard.verification.repository import Repository
     from kvbench.leaderboard.verification.verify import verify
     from kvbench.runs.progress import show_progress
 
     _check_paths([path])
+    if list(find_bundles(path)) != [path]:
+        raise UserError(f"'{path}' is not one submission. Give the folder of one, or its .tar.")
     check_results(results or [])
     _check_folders([path] if write else [])
     if seed is not None:

@@ -50,3 +50,9 @@ def read_seconds(option: str, text: str, example: str, *, positive: bool = False
         rule = "two positive numbers" if positive else "two numbers of 0 or more"
         raise UserError(f"{option} '{text}' must be {rule}, such as {example}.")
     return first, second
+
+
+def refuse_file(option: str, path: Path) -> None:
+    """Refuse a path that is no folder; it may be new (`UserError`)."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{option} {path} is not a folder. Give a folder, which may be new.")

@@ -40,7 +40,8 @@ def reproduce_command(
         Text, typer.Option(help="Use this model instead of the paper's; only the direction is compared.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Most samples per task; only the direction is compared.")
+        int | None,
+        typer.Option(help="Most samples per task (only the direction is compared); with --shape and --model: texts."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what is missing, and predict time and memory; run nothing.")

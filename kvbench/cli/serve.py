@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbench.cli.options import Json
+from kvbench.cli.options import Json, refuse_file
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
@@ -47,7 +47,7 @@ def serve_command(
     from kvbench.leaderboard.server.listen import listening, name_url
 
     with listening(host, port) as sockets:
-        _refuse_file("--results", results)
+        refuse_file("--results", results)
         place, database = _open(db, state, results)
         from kvbench.leaderboard.server.app import create_app
         from kvbench.leaderboard.server.connection import Connection
@@ -138,13 +138,9 @@ def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tup
     from kvbench.leaderboard.server.tables import Database
     from kvbench.runs.files import saving
 
-    _refuse_file("--state", folder)
+    refuse_file("--state", folder)
     place = State(folder.resolve(), results.resolve())
     with saving(folder):
         place.make()
     return place, Database(url or place.database)
 
-
-def _refuse_file(option: str, path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{option} {path} is not a folder. Give a folder, which may be new.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvbench.cli.leaderboard import print_records
-from kvbench.cli.options import Json, Out
+from kvbench.cli.options import Json, Out, refuse_file
 from kvbench.cli.output import echo, print_json
 from kvbench.errors import UserError
 
@@ -62,6 +62,8 @@ def submit_command(
     if "://" in to or to.startswith(HUB):
         check_url(to)
         token = "" if to.startswith(HUB) else read_token(token_file)
+    else:
+        refuse_file("--to", Path(to))
     folders = find_runs(runs, out)
     packed = {}
     for folder in folders:
@@ -108,6 +110,11 @@ def _deliver(files: dict[str, bytes], manifest: Manifest, to: str, token: str) -
     if token:
         answer = find_sent(to, manifest.identity) or send_to_server(files, to, token)
         echo(f"{answer.get('status')} as {answer.get('id')}: {to.rstrip('/')}/api/submissions/{answer.get('id')}")
+        for check in answer.get("checks") or ():
+            if check.get("outcome") == "refused":
+                echo(f"{check.get('name')}: {check.get('reason')}")
+        if answer.get("error"):
+            echo(str(answer["error"]))
         if answer.get("status") in ("queued", "verifying"):
             echo("The same command shows the state again.")
         return answer

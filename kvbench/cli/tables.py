@@ -1,4 +1,4 @@
-"""Tables of several runs side by side: scores, costs, and answers that score lower than the full cache's."""
+"""Tables of several runs side by side: scores, costs, and answers that are worse than the full cache's."""
 
 from __future__ import annotations
 
@@ -118,18 +118,23 @@ def _dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def print_regressions(found: Sequence[Regressions], labels: Mapping[str, str], names: Mapping[str, str]) -> None:
-    """Print how many answers of each run score lower than the full cache's, and the worst of them.
+def print_regressions(
+    found: Sequence[Regressions], metric: Metric, labels: Mapping[str, str], names: Mapping[str, str]
+) -> None:
+    """Print how many answers of each run are worse than the full cache's, and the worst of them.
 
     labels, names: by run id; a command line takes the latter.
     """
     rows = []
     if not any(x.count for x in found):
-        echo("No answer scores lower than the full cache's.")
+        echo("No answer is worse than the full cache's.")
         return
     for run in found:
-        worst = [f"{x.sample}, question {x.turn + 1}: {x.full:.3f} -> {x.score:.3f}" for x in run.samples[:LISTED]]
+        worst = [
+            f"{x.sample}, question {x.turn + 1}: {metric.write(x.full)} -> {metric.write(x.score)}"
+            for x in run.samples[:LISTED]
+        ]
         if run.count > LISTED:
             worst.append(f"{run.count - LISTED} more: kvbench answers {names[run.full]} {names[run.run_id]}")
         rows.append([labels[run.run_id], f"{run.count} of {run.n}", "\n".join(worst)])
-    print_table("answers that score lower than the full cache's", ("method", "worse", "largest losses"), rows)
+    print_table("answers worse than the full cache's", ("method", "worse", "largest losses"), rows)

@@ -243,7 +243,10 @@ def isolate_command(
     salts = [x for x in SALTS if x == "none" or found.has(x)]
     rows = [isolate(found, x, read_capacity(blocks, found)) for x in salts]
     print_table(f"{TITLE}: {found.name}", ("salt", "hit rate", "lost", "threshold: true, false positives"), [
-        (x.salt, f"{x.hit_rate:.4f}", f"{x.lost:.4f}", "; ".join(f"{t:.0%}: {a:.2f}, {b:.2f}" for t, a, b in x.probes))
+        (
+            x.salt, f"{x.hit_rate:.4f}", f"{x.lost:.4f}",
+            "; ".join(f"{t:.0%}: {a:.2f}, {b:.2f}" for t, a, b in x.probes) or "not probed",
+        )
         for x in rows
     ])
     if lacking := [x for x in SALTS if x not in salts]:

@@ -178,7 +178,7 @@ def draw_turns(entries: Sequence[GroupedRun]) -> Spec | None:
         UserError: Altair is not installed.
     """
     return _draw_cells("turn", "Mean score of each turn.", [
-        {"label": x.label, "turn": turn, "score": part.mean}
+        {"label": x.label, "turn": turn, "score": Metric.of(x.result.score).scale(part.mean)}
         for x in entries if x.measured and len(x.result.score.by_turn) > 1
         for turn, part in enumerate(x.result.score.by_turn, 1) if part.mean is not None
     ])

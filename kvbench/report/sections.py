@@ -11,7 +11,14 @@ from kvbench.analysis.columns import find_columns, flatten, write_csv
 from kvbench.analysis.doubts import find_strict, group_doubts
 from kvbench.analysis.formatting import explain_no_score, format_p, format_settings
 from kvbench.analysis.metrics import Metric
-from kvbench.analysis.shares import conversation_share, cut_share, distinct_read_share, read_share, stored_share
+from kvbench.analysis.shares import (
+    bytes_per_token,
+    conversation_share,
+    cut_share,
+    distinct_read_share,
+    read_share,
+    stored_share,
+)
 from kvbench.analysis.significance import ALPHA, UNADJUSTED
 from kvbench.log import count
 from kvbench.report.charts import COSTS, draw_cost, draw_distances, draw_quarters, draw_turns
@@ -190,7 +197,7 @@ def _name_columns(entries: Sequence[GroupedRun]) -> list[TableCell]:
 def list_cells(entry: GroupedRun) -> list[TableCell]:
     """The cells of a row, in the order of HEAD."""
     result, difference = entry.result, entry.difference
-    score, memory, latency, effect = result.score, result.memory, result.latency, result.effect
+    score, latency, effect = result.score, result.latency, result.effect
     metric = Metric.of(score)
     shown = NONE if score.mean is None else TableCell(metric.write(score.mean), metric.scale(score.mean))
     if not entry.measured:
@@ -206,7 +213,7 @@ def list_cells(entry: GroupedRun) -> list[TableCell]:
         NONE if ends is None else TableCell(metric.write_difference_interval(ends), ends[0]),
         NONE if p is None else TableCell(format_p(p), p), TableCell(verdict, kind="text"),
         TableCell(result.budget.asked or "-"), number(stored_share(result), ".1%"),
-        number(conversation_share(result), ".1%"), number(None if memory is None else memory.bytes_per_token, ",.0f"),
+        number(conversation_share(result), ".1%"), number(bytes_per_token(result), ",.0f"),
         number(read_share(result), ".1%"), number(distinct_read_share(result), ".1%"),
         number(find_strict(result), ".3f"), number(cut_share(result), ".1%"),
         milliseconds(latency.tpot_s), milliseconds(latency.ttft_s),

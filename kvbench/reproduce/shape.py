@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from kvbench.analysis.load import check_complete
-from kvbench.analysis.shares import reference_width
+from kvbench.analysis.shares import stored_share
 from kvbench.analysis.significance import ALPHA, adjust, compare_scores, find_margin_p
 from kvbench.errors import UserError, unknown
 from kvbench.registry import HERE
@@ -263,5 +263,4 @@ def _by_context(side: str, runs: Mapping[str, Finished]) -> dict[tuple[str, str]
 
 
 def _bytes(side: str, runs: Mapping[str, Finished]) -> float | None:
-    result = runs[split(side)[0]].result
-    return None if result.memory is None else result.memory.ratio / reference_width(result)
+    return stored_share(runs[split(side)[0]].result)

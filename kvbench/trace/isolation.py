@@ -23,7 +23,10 @@ class Isolation:
     lost: float
     """Hit rate of no salt less this one's."""
     probes: tuple[tuple[float, float, float], ...]
-    """(threshold, true positive rate, false positive rate): a prompt counts as seen where this share of it hits."""
+    """(threshold, true positive rate, false positive rate): a prompt counts as seen where this share of it hits.
+
+    Empty where no prompt was probed.
+    """
 
 
 def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isolation:
@@ -57,12 +60,12 @@ def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isola
     rate = found / max(1, salted.references)
     return Isolation(
         salt, rate, sum(plain.hits) / max(1, trace.references) - rate,
-        tuple((x, _share(after, x), _share(before, x)) for x in THRESHOLDS),
+        tuple((x, _share(after, x), _share(before, x)) for x in THRESHOLDS if before),
     )
 
 
 def _share(hits: list[float], threshold: float) -> float:
-    return sum(x >= threshold for x in hits) / max(1, len(hits))
+    return sum(x >= threshold for x in hits) / len(hits)
 
 
 def _salt(trace: Trace, salt: str) -> Trace:

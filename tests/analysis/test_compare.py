@@ -31,6 +31,7 @@ from kvbench.analysis.compare import (
     rank_runs,
 )
 from kvbench.analysis.load import FinishedRun, find_runs, load_run, load_runs
+from kvbench.analysis.metrics import Metric
 from kvbench.analysis.power import describe_power, describe_powers
 from kvbench.analysis.significance import adjust, find_needed_contexts
 from kvbench.cli.results import format_output
@@ -161,12 +162,15 @@ def test_the_largest_losses_are_shown_and_the_rest_counted(capsys):
     """In the table, with the command that shows them; the record has all."""
     scores = {(i, 0): 1.0 for i in range(25)}
     found = find_regressions([run("full", scores, full=True), run("a", dict.fromkeys(scores, 0.0))])
-    print_regressions(found, {"a": "snapkv 25%"}, {"full": "full", "a": "elsewhere/a"})
+    names = {"full": "full", "a": "elsewhere/a"}
+    print_regressions(found, Metric("contains", "", higher_is_better=True), {"a": "snapkv 25%"}, names)
     shown = capsys.readouterr().out
     assert "25 of 25" in shown
     assert shown.count("1.000 -> 0.000") == LISTED
     assert f"{25 - LISTED} more: kvbench answers full elsewhere/a" in shown
     assert len(found[0].samples) == 25
+    print_regressions(found, Metric("perplexity", "", higher_is_better=False, exponential=True), {"a": "a"}, names)
+    assert "2.718 -> 1.000" in capsys.readouterr().out
 
 
 def test_the_difference_is_the_mean_over_common_questions():

@@ -275,7 +275,7 @@ def test_score_writes_into_the_run_folder(kvbench, arguments, tmp_path):
 
 
 def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
-    """A run does not differ from itself; different prompts give a warning; different tasks are refused."""
+    """A copy is no further run; different prompts give a warning; different tasks are refused."""
     runs = [
         kvbench(*arguments, "--method", *options.split()).json["run_id"]
         for options in (f"{LAST} --budget 10%", "full", "full --seed 1", "full --visibility hidden")
@@ -285,9 +285,11 @@ def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
     assert answer.code == 0
     assert answer.json["warnings"] == []
     assert all(x["output"]["tokens"] > 0 for x in answer.json["runs"])
-    same, other = answer.json["differences"]
-    assert (same["mean"], same["within_noise"], same["verdict"], same["n"]) == (0.0, None, "too few to tell", 4)
-    assert other["n"] == 4
+    (other,) = answer.json["differences"]
+    assert (other["within_noise"], other["verdict"], other["n"]) == (None, "too few to tell", 4)
+    assert "skipped, a copy of" in answer.err
+    answer_to_one = kvbench("compare", folders[1], folders[1])
+    assert (answer_to_one.code, "these are copies of one" in answer_to_one.err) == (2, True)
     assert "4 contexts are too few to tell" in answer.err
     assert {x["rank"] for x in answer.json["runs"]} == {None}
     lines = [read_lines(x / "samples.jsonl") for x in folders]
@@ -296,7 +298,7 @@ def test_compare_pairs_equal_questions(kvbench, arguments, tmp_path):
     assert {(x["sample"], x["turn"], x["full"], x["score"]) for x in regressed["samples"]} == {
         (a.sample, a.turn, b.score, a.score) for a, b in zip(*lines[:2], strict=True) if a.score < b.score
     }
-    assert (f"{regressed['count']} of 4" if regressed["count"] else "No answer scores lower than") in answer.out
+    assert (f"{regressed['count']} of 4" if regressed["count"] else "No answer is worse than") in answer.out
     means = [sum(x.score for x in y) / 4 for y in lines[:2]]
     assert other["mean"] == pytest.approx(means[0] - means[1])
 

@@ -57,7 +57,10 @@ def test_a_failed_run_with_escapes(kvbench, folder):
         folder / "result.json", status="failed", error=ESCAPE, model={"dtype": ESCAPE},
         score={"metric": ESCAPE, "mean": None},
     )
-    for line in (("show", folder), ("compare", folder, folder)):
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    change(other / "result.json", error=f"{ESCAPE} again")
+    for line in (("show", folder), ("compare", folder, other)):
         answer = kvbench(*line)
         check_plain(answer.out + answer.err)
 

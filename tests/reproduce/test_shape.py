@@ -46,7 +46,8 @@ def run(scores: list[list[float]], ratio: float = 0.25, beside: float | None = N
         SimpleNamespace(sample=f"s{i}", turn=turn, prompt_hash=f"h{i}", score=score, denoising=denoising)
         for i, turns in enumerate(scores) for turn, score in enumerate(turns)
     ]
-    result = SimpleNamespace(memory=SimpleNamespace(ratio=ratio), method=SimpleNamespace(family="eviction"))
+    memory = SimpleNamespace(stored_bytes=ratio * 500, off_device_bytes=ratio * 500, full_bytes=1000)
+    result = SimpleNamespace(memory=memory, method=SimpleNamespace(family="eviction"))
     return SimpleNamespace(result=result, lines=lines)
 
 

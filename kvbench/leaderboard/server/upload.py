@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from kvbench.leaderboard.server.state import State
 from kvbench.leaderboard.server.submissions import ConflictError, LimitError, enqueue, find, record_upload
-from kvbench.leaderboard.server.tables import Database, Scope, Submission, Token
+from kvbench.leaderboard.server.tables import Database, Scope, Status, Submission, Token
 from kvbench.leaderboard.submission.archive import MAX_TAR_BYTES, read_files, write_folder
 from kvbench.leaderboard.submission.bundle import open_head
 from kvbench.leaderboard.submission.outcome import RefusedError
@@ -85,7 +85,9 @@ def _store(
     number = manifest.identity
     folder = state.bundle(number)
     with PLACING:
-        if not folder.exists():
+        known = find(database, number)
+        if known is None or known.status in (Status.WITHDRAWN, Status.FAILED):  # it is verified again, as it is now
+            shutil.rmtree(folder, ignore_errors=True)
             write_folder(files, folder)
         try:
             return enqueue(database, token, manifest, supersedes)

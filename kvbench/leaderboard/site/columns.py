@@ -39,12 +39,15 @@ def choose_columns(axis: Axis, results: Iterable[Result], *, timed: bool) -> lis
     """Columns with at least one number, the axis first; `timed`: whether times are comparable."""
     results = list(results)
     metric = Metric.of(results[0].score)
-    score = replace(
-        SCORE, name=f"{'Perplexity' if metric.exponential else 'Score'} {metric.arrow}", write=metric.write,
-        about=f"{metric.title}, mean over all answers, with its 95 % interval",
-        first="descending" if metric.higher_is_better else "ascending",
-    )
-    order = sorted((score if x is SCORE else x for x in COLUMNS), key=lambda x: x.name.lower() != axis)
+    first: Literal["ascending", "descending"] = "descending" if metric.higher_is_better else "ascending"
+    scores = {
+        SCORE: replace(
+            SCORE, name=f"{'Perplexity' if metric.exponential else 'Score'} {metric.arrow}", write=metric.write,
+            about=f"{metric.title}, mean over all answers, with its 95 % interval", first=first,
+        ),
+        **{x: replace(x, write=metric.write, first=first) for x in TURNS},
+    }
+    order = sorted((scores.get(x, x) for x in COLUMNS), key=lambda x: x.name.lower() != axis)
     return [
         x for x in order
         if any(x.read(result) is not None for result in results) and (timed or x is not TIME)
@@ -81,6 +84,10 @@ def _speedup(result: Result) -> float | None:
 SCORE = TableColumn(
     "Score", "", lambda x: x.score.mean, _decimal, "descending", narrow=True, score=True,
 )
+TURNS = (
+    TableColumn("First turn", "mean over the first question of each context", _first, _decimal, "descending"),
+    TableColumn("Later turns", "mean over the turns after it", _later, _decimal, "descending"),
+)
 TIME = TableColumn("Per token", "median time per output token", lambda x: x.latency.tpot_s, format_seconds, "ascending")
 COLUMNS = (
     TableColumn(
@@ -106,8 +113,7 @@ COLUMNS = (
     TableColumn("NFE", "denoising steps per answer", lambda x: None if x.diffusion is None else x.diffusion.nfe,
            "{:.1f}".format, "ascending"),
     SCORE,
-    TableColumn("First turn", "mean over the first question of each context", _first, _decimal, "descending"),
-    TableColumn("Later turns", "mean over the turns after it", _later, _decimal, "descending"),
+    *TURNS,
     TableColumn("Top-1", "share of answer tokens that method and full cache predict alike",
            lambda x: None if x.agreement is None else x.agreement.top1, _decimal, "descending"),
     TableColumn("Cut", "share of answers that the length limit ended", _cut, _percent, "ascending"),

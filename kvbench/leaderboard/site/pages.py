@@ -19,7 +19,7 @@ from kvbench import __version__
 from kvbench.analysis.doubts import list_doubts
 from kvbench.analysis.formatting import format_bytes, format_interval, format_p, format_share
 from kvbench.analysis.metrics import Metric
-from kvbench.analysis.shares import read_share, stored_share
+from kvbench.analysis.shares import bytes_per_token, read_share, stored_share
 from kvbench.analysis.significance import UNADJUSTED
 from kvbench.leaderboard.site.claims import VERDICTS, join_reasons
 from kvbench.leaderboard.site.columns import TableColumn, choose_columns
@@ -71,7 +71,8 @@ def _read_templates() -> Environment:
         "subtitle": describe_group, "baseline": name_baseline, "protocol": list_protocol,
         "machine": name_machine, "tables": list_tables, "small_model": warn_of_model, "failing": explain_failing,
         "doubts": list_doubts, "training": name_training,
-        "after": cut_name, "mean": write_mean, "stored": stored_share, "read": read_share, "share": format_share,
+        "after": cut_name, "mean": write_mean, "stored": stored_share, "per_token": bytes_per_token,
+        "read": read_share, "share": format_share,
         "arxiv": is_arxiv, "percent": "{:.1%}".format, "bytes": format_bytes, "interval": format_interval,
         "p": format_p, "reasons": join_reasons, "weights": describe_weights,
     }

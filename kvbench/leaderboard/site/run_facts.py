@@ -37,7 +37,11 @@ def list_memory(result: Result) -> list[tuple[str, str, float | None]]:
     memory = result.memory
     if memory is None:
         return []
-    counts = memory.model_dump() | {"stored_bytes": memory.stored_bytes + memory.off_device_bytes}
+    end = memory.end_stored_bytes
+    counts = memory.model_dump() | {
+        "stored_bytes": memory.stored_bytes + memory.off_device_bytes,
+        "end_stored_bytes": None if end is None else end + memory.off_device_bytes,
+    }
     found = [
         (words, format_bytes(counts[name]), None if share is None else share(result))
         for name, words, share in MEMORY if counts[name] or (share and counts[name] is not None)

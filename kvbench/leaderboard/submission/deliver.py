@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -42,7 +43,7 @@ def find_place(manifest: Manifest) -> Path:
 
 
 def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) -> Path:
-    """Write the bundle into its folder below `root`, atomically; an identical bundle is left as it is.
+    """Write the bundle into its folder below `root`, atomically, in place of one that was packed at another time.
 
     Raises:
         UserError: the folder holds another bundle.
@@ -61,7 +62,9 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
                 f"{folder} holds this run with {there.stated}; this one has {manifest.stated}. "
                 "Remove it first, if this one replaces it."
             )
-        return folder
+        if all((folder / name).read_bytes() == data for name, data in files.items()):
+            return folder
+        shutil.rmtree(folder)  # it was packed at another time or by another version
     write_folder(files, folder)
     return folder
 

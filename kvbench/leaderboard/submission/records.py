@@ -43,7 +43,7 @@ def _check_branch(name: str) -> str:
 Handle = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"), AfterValidator(_check_branch)
 ]
-"""ASCII letters only, so that no name can imitate another."""
+"""ASCII only, so that no letter of another alphabet can stand in for one."""
 HANDLE_RULE = (
     "A submitter consists of at most 64 ASCII letters, digits, '.', '_' and '-', begins and ends with a letter or a "
     "digit, and has no '..' and no '.lock' at the end, which git refuses."

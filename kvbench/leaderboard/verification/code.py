@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import subprocess
 import tarfile
@@ -17,6 +16,7 @@ from kvbench.leaderboard.submission.bundle import Bundle
 from kvbench.leaderboard.submission.outcome import RefusedError, flag, ok, quote
 from kvbench.leaderboard.submission.records import Check
 from kvbench.leaderboard.verification.journal import list_absent
+from kvbench.leaderboard.verification.provenance import COMMIT
 from kvbench.method import Card, Method
 from kvbench.registry import HERE
 from kvbench.runs.environment import CODE
@@ -24,8 +24,6 @@ from kvbench.runs.provenance import find_sources
 from kvbench.runs.results import Git
 from kvbench.runs.spec import Sources
 from kvbench.task import Task
-
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_code(stated: Sources, git: Git | None, method: type[Method], task: type[Task]) -> tuple[Check, bool]:

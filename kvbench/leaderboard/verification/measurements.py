@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.leaderboard.submission.outcome import RefusedError, quote
+from kvbench.leaderboard.verification.journal import ADDED
 from kvbench.leaderboard.verification.result import differences
 from kvbench.runs.journal import Line
 
@@ -35,8 +36,7 @@ AFTER_ANSWER: dict[str, Any] = {
 }
 """Comparable where the answers of the sample are equal up to this turn."""
 LATER = {
-    "bytes": ("end_stored_bytes", "end_full_bytes", "distinct_read_bytes_per_step", "full_read_bytes_per_step",
-              "host_read_bytes_per_step", "file_read_bytes_per_step"),
+    "bytes": ADDED,
     "tokens": ("reference",),
     "effect.facts": ("entries_on_host", "entries_on_simulated_host"),
 }

@@ -150,7 +150,7 @@ class Repository:
                     found, submitter=found.submitter or submitter, unverified=_is_unverified(path)
                 )
             except RefusedError as error:
-                say(f"{path} is ignored: {error}.")
+                say(f"{path} is no baseline and no possible original: {error}.")
 
     def check_baseline(self, head: Head) -> Check:
         """Flag a run if no full-cache run of the same protocol is known."""
@@ -229,7 +229,7 @@ class Repository:
             try:
                 self._fingerprints[path] = JournalFingerprint.of(open_bundle(read_files(path)))
             except RefusedError as error:
-                say(f"{path} is ignored: {error}.")
+                say(f"{path} is no baseline and no possible original: {error}.")
                 self._fingerprints[path] = JournalFingerprint({}, frozenset(), frozenset(), {}, ({}, {}))
         return self._fingerprints[path]
 
