@@ -25,7 +25,7 @@ class Isolation:
     probes: tuple[tuple[float, float, float], ...]
     """(threshold, true positive rate, false positive rate): a prompt counts as seen where this share of it hits.
 
-    Empty where no prompt was probed.
+    Empty where no prompt was probed; with a salt no probe can hit.
     """
 
 
@@ -60,12 +60,12 @@ def isolate(trace: Trace, salt: str, blocks: float, *, every: int = 10) -> Isola
     rate = found / max(1, salted.references)
     return Isolation(
         salt, rate, sum(plain.hits) / max(1, trace.references) - rate,
-        tuple((x, _share(after, x), _share(before, x)) for x in THRESHOLDS if before),
+        tuple((x, _share(after, x), _share(before, x)) for x in THRESHOLDS if before or salt != "none"),
     )
 
 
 def _share(hits: list[float], threshold: float) -> float:
-    return sum(x >= threshold for x in hits) / len(hits)
+    return sum(x >= threshold for x in hits) / max(1, len(hits))
 
 
 def _salt(trace: Trace, salt: str) -> Trace:

@@ -369,6 +369,13 @@ def test_rerun_on_the_command_line(kvbench, snapkv, tmp_path):
     assert "had level" not in kvbench("leaderboard", "verify", tmp_path, "--write").err
 
 
+def test_a_folder_of_submissions_is_not_rerun(kvbench, snapkv):
+    """Its record would lie in a folder that is no submission."""
+    done = kvbench("leaderboard", "rerun", snapkv.folder.parent, "--own", "--write")
+    assert done.code == 2 and "is not one submission. Give the folder of one, or its .tar." in done.err
+    assert not (snapkv.folder.parent / "verification.json").exists()
+
+
 @pytest.mark.parametrize("command", ["verify", "rerun"])
 def test_a_tar_takes_no_record_which_is_said_before_anything_runs(kvbench, snapkv, tmp_path, command):
     path = tmp_path / "bundle.tar"

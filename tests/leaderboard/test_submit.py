@@ -131,10 +131,20 @@ def test_submission_to_a_folder(kvbench, snapkv, tmp_path):
 
 def test_submitting_twice_is_idempotent_and_another_bundle_is_refused(kvbench, snapkv, tmp_path):
     arguments = ("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path)
-    assert [kvbench(*arguments).code for _ in range(2)] == [0, 0]
+    first, again = kvbench(*arguments), kvbench(*arguments)
+    assert (first.code, again.code) == (0, 0)
+    assert ("it is left as it is" in first.err, "it is left as it is. Remove it first" in again.err) == (False, True)
     (tmp_path / "ada" / snapkv.bundle.spec.run_id / RESULT).write_text("{}")
     done = kvbench(*arguments)
     assert (done.code, "holds another bundle of this run" in done.err) == (2, True)
+
+
+def test_a_file_is_no_folder_to_submit_to(kvbench, snapkv, tmp_path):
+    """It is refused before the verification, as bad input."""
+    (tmp_path / "file").write_text("x")
+    done = kvbench("submit", snapkv.folder, "--submitter", "ada", "--to", tmp_path / "file")
+    assert (done.code, done.out) == (2, "")
+    assert "file is not a folder. Give a folder, which may be new." in done.err
 
 
 def test_other_tuning_data_do_not_replace_a_bundle(kvbench, snapkv, tmp_path):

@@ -90,6 +90,7 @@ def test_a_prompt_that_was_sent_before_is_no_false_positive(make_trace):
     """A repeat is not probed; the start of a longer prompt that was sent is: nobody has sent it."""
     trace = make_trace([[1, 2], [1, 2], [1], [3]])
     assert isolate(trace, "none", 10, every=1).probes[-1] == (1.0, 1.0, pytest.approx(1 / 3))
+    assert isolate(make_trace([[]]), "none", 10, every=1).probes == ()  # nothing was probed: there are no rates
 
 
 def test_a_salt_without_its_field_is_refused(make_trace):

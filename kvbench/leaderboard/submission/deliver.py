@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -43,7 +42,7 @@ def find_place(manifest: Manifest) -> Path:
 
 
 def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) -> Path:
-    """Write the bundle into its folder below `root`, atomically, in place of one that was packed at another time.
+    """Write the bundle into its folder below `root`, atomically; a folder that holds it is left as it is.
 
     Raises:
         UserError: the folder holds another bundle.
@@ -62,9 +61,11 @@ def put_in_folder(files: Mapping[str, bytes], manifest: Manifest, root: Path) ->
                 f"{folder} holds this run with {there.stated}; this one has {manifest.stated}. "
                 "Remove it first, if this one replaces it."
             )
-        if all((folder / name).read_bytes() == data for name, data in files.items()):
-            return folder
-        shutil.rmtree(folder)  # it was packed at another time or by another version
+        say(
+            f"{folder} holds this submission, packed at {there.created}: it is left as it is. Remove it first, if this "
+            "one replaces it."
+        )
+        return folder
     write_folder(files, folder)
     return folder
 

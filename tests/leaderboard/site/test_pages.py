@@ -390,6 +390,15 @@ def test_badges_apply_to_the_verified_files_only(results):
     assert [x.reason for x in built.problems] == ["refused by its verification: a full cache is smaller"]
 
 
+def test_a_refusal_of_other_files_hides_nothing(results):
+    """Such as those before a correction."""
+    results.verify(
+        results.add("a"), None, Check(name="bytes", outcome="refused", reason="a full cache is smaller"),
+        content="0" * 64,
+    )
+    assert (results.build().runs, results.build().problems) == (1, ())
+
+
 def test_verified_runs_show_the_verifiers_score(results):
     """The verifier's interval replaces the submitted one."""
     folder = results.add("a")
