@@ -81,7 +81,9 @@ def add_command(
 def run_command(
     *,
     trace: Name = "synthetic",
-    policy: Annotated[list[str] | None, typer.Option(help="Repeatable; `all` for every policy that applies.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; `all` for every policy that applies; default: lru.")
+    ] = None,
     blocks: Blocks = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of the one policy that is run.")
@@ -94,7 +96,9 @@ def run_command(
     ] = None,
     kind: Format = None,
     seed: Seed = 0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A .html page.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write tables and a chart to this .html file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Serve a trace from one cache by policy and capacity."""
@@ -114,7 +118,9 @@ def run_command(
     names = list(dict.fromkeys(_choose(policy or ["lru"], found)))
     if settings and len(names) != 1:
         raise UserError(f"--set applies to one policy, and {len(names)} are run. Give one --policy.")
-    capacities = list(dict.fromkeys(read_capacity(x, found) for x in blocks or ["1%", "10%", "infinite"]))
+    least = 0 if blocks else 1  # the default shares may be less than a block
+    wanted = [read_capacity(x, found, least=least) for x in blocks or ["1%", "10%", "infinite"]]
+    capacities = list(dict.fromkeys(wanted))
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
@@ -146,7 +152,9 @@ def tiers_command(
     from kvbench.trace.tiers import TIERS, serve_tiers
 
     found = _find_blocks(trace, kind)
-    ran = serve_tiers(found, [read_capacity(x, found) for x in blocks or ["1%", "10%", "50%"]])
+    ran = serve_tiers(found, [
+        read_capacity(x, found, least=0 if blocks else 1) for x in blocks or ["1%", "10%", "50%"]
+    ])
     rows = list(zip(TIERS, ran.capacities, ran.hits, strict=False))
     print_table(f"{TITLE}: {found.name}", ("tier", "blocks", "hit rate of the tier"), [
         (name, f"{capacity:,.0f}", f"{hits / max(1, ran.references):.4f}") for name, capacity, hits in rows

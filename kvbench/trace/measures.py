@@ -91,8 +91,8 @@ def find_bounds(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def read_capacity(text: str, trace: Trace) -> float:
-    """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`.
+def read_capacity(text: str, trace: Trace, *, least: int = 0) -> float:
+    """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`. least: fewer become so many.
 
     Raises:
         UserError: anything else, or less than one block.
@@ -108,6 +108,7 @@ def read_capacity(text: str, trace: Trace) -> float:
     blocks = int(len(trace.parents) * value / 100) if text.endswith("%") else value
     if blocks != int(blocks):
         raise UserError(f"--blocks '{text}' must be a whole number of blocks. {allowed}")
+    blocks = max(blocks, least)
     if blocks < 1:
         raise UserError(f"--blocks '{text}' is less than one block of this trace. {allowed}")
     return float(blocks)

@@ -100,6 +100,7 @@ def test_a_salt_that_a_trace_lacks_is_named(kvbench, tmp_path):
     path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
     answer = kvbench("trace", "isolate", "--trace", path, "--blocks", "1")
     assert answer.code == 0
+    assert [kvbench("trace", x, "--trace", path).code for x in ("run", "tiers")] == [0, 0]  # 1 % of one block is one
     assert "Requests of short have no field user and no field session that could be a salt." in answer.out
     assert "could be a salt" not in kvbench("trace", "isolate").out
 
