@@ -38,8 +38,13 @@ class Asked:
 
     @property
     def wrong(self) -> bool:
-        """Whether one of the answers failed or has less than the full score."""
-        return any(x.error is not None or (x.score is not None and x.score < BEST) for x in self.lines)
+        """Whether one of the answers has less than the full score."""
+        return any(x.score is not None and x.score < BEST for x in self.lines)
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of the samples failed, so that it has no answer."""
+        return any(x.error is not None for x in self.lines)
 
     @property
     def shift(self) -> float:
@@ -127,4 +132,4 @@ def choose(answers: CommonQuestions, *, wrong: bool, sample: str | None) -> list
             f"there is no sample '{sample}'. Give a number from {min(known)} to {max(known)}, or an id such as "
             f"{known[min(known)]}."
         )
-    return [x for x in found if x.wrong] if wrong else found
+    return [x for x in found if x.wrong or x.failed] if wrong else found

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
-from kvbench.analysis.load import find_runs
+from kvbench.analysis.load import check_complete, find_runs
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.machine import load_extra
@@ -71,24 +71,34 @@ def query_runs(sql: str, folders: Sequence[Path]) -> QueryResult:
 
 
 def _read_results(folders: Sequence[Path]) -> Iterable[FlatRecord]:
-    return (flatten(read_file(x / "result.json", Result)) for x in _find(folders))
+    return (flatten(result) for _, result in _find(folders))
 
 
 def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
-    for folder in _find(folders):
-        run_id = read_file(folder / "result.json", Result).run_id
+    for folder, result in _find(folders):
         try:
             lines = read_lines(folder / "samples.jsonl")
+            check_complete(folder, result, lines)
         except UserError as error:
             if folder in folders:
                 raise
             say(f"warning: skipped: {error}")
         else:
-            yield from ({"run_id": run_id, **flatten(x)} for x in lines)
+            yield from ({"run_id": result.run_id, **flatten(x)} for x in lines)
 
 
-def _find(folders: Sequence[Path]) -> list[Path]:
-    return find_runs([str(x) for x in folders])
+def _find(folders: Sequence[Path]) -> Iterator[tuple[Path, Result]]:
+    """Runs with their results; of copies in several folders the first, as everywhere."""
+    found: dict[str, list[tuple[Path, Result]]] = {}
+    for folder in find_runs([str(x) for x in folders]):
+        result = read_file(folder / "result.json", Result)
+        same = found.setdefault(result.run_id, [])
+        original = next((place for place, x in same if x == result), None)
+        if original is None:
+            same.append((folder, result))
+            yield folder, result
+        else:
+            say(f"{folder}: skipped, a copy of {original}.")
 
 
 def _read_findings(folders: Sequence[Path]) -> Iterable[FlatRecord]:

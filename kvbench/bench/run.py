@@ -46,7 +46,7 @@ from kvbench.settings import parse_pairs
 ROUNDS: dict[Timing, int] = {"kernel": 16, "step": 16, "end-to-end": 5}
 LEAST_GB = 0.001
 HOST_SHARE = 0.6
-"""Share of the available host memory that pinned blocks may take."""
+"""Share of the available host memory that pinned blocks, or everything on a CPU, may take."""
 MARGIN = LATER - STEPS
 """Tokens in addition to the timed ones: warm-ups, recorded queries and the comparison of a captured step."""
 
@@ -67,7 +67,7 @@ class BenchRequest:
     chunk: int | None = None
     rounds: int | None = None
     memory: float | None = None
-    """GB that weights and caches may take together; None: all free memory."""
+    """GB that weights and caches may take together; None: all free memory of a GPU, 60 % of a CPU's."""
     seconds: float | None = None
     """No cell is started after this many seconds; the remaining cells are `skipped`."""
     device: str | None = None
@@ -183,6 +183,8 @@ def _prepare(request: BenchRequest) -> BenchJob:
     rounds = {timing: request.rounds or ROUNDS[timing] for timing in timings}
     later = max(-(-STEPS // x) * x for x in rounds.values()) + MARGIN
     check_positions(request, model, later)
+    # A CPU's memory is shared with other processes, and the kernel ends the process that takes too much.
+    most = int(HOST_SHARE * free) if model.device.type == "cpu" else free
     return BenchJob(
         setting=Setting(
             model=model, state=cast("State", request.state), chunk=request.chunk, later=later,
@@ -191,7 +193,7 @@ def _prepare(request: BenchRequest) -> BenchJob:
         anchors=ANCHORS[outline.kind], lengths=tuple(dict.fromkeys(request.lengths)),
         batches=tuple(dict.fromkeys(x if x == MAX else str(int(x)) for x in request.batches)),
         timings=timings, budget=request.budget, kernels=cast("Implementation", request.kernels),
-        rounds=rounds, memory=free if request.memory is None else int(request.memory * GB),
+        rounds=rounds, memory=most if request.memory is None else int(request.memory * GB),
         host_memory=int(HOST_SHARE * free_bytes("cpu")) if model.device.type == "cuda" else None,
         copy_bandwidth=measure_copy(model.device),
     )

@@ -109,6 +109,8 @@ def _summarize(found: CommonQuestions, shown: list[Asked]) -> str:
     parts = [f"{len(shown)} of {len(asked)} questions shown"]
     if found.graded:
         parts.append(f"{sum(x.wrong for x in asked)} with a wrong answer")
+    if failed := sum(x.failed for x in asked):
+        parts.append(f"{failed} failed")
     if len(found.specs) > 1:
         parts.append(f"{sum(x.changed for x in asked)} with changed answers")
     if found.apart:

@@ -50,9 +50,9 @@ def bench_command(
     kernels: Annotated[str, typer.Option(help="torch, triton or flash.")] = "torch",
     chunk: Chunk = None,
     rounds: Annotated[int | None, typer.Option(help="Default: 16; for end-to-end timing 5.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB for weights and caches; default: all free memory.")] = (
-        None
-    ),
+    memory: Annotated[
+        float | None, typer.Option(help="GB for weights and caches; default: all free memory, 60 % on a CPU.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
     device: Annotated[Text, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     dtype: Dtype = None,

@@ -73,6 +73,9 @@ def compare_command(
     labels = label_results(results)
     for doubt in group_doubts(zip(labels, results, strict=True)):
         say(f"warning: {doubt}")
+    others = [*labels[:base], *labels[base + 1 :]]
+    for label in (x for x, difference in zip(others, differences, strict=True) if not difference.n):
+        say(f"warning: {label} and {labels[base]} share no question, so they are not compared.")
     columns, rows = score_cells(results, labels, ranks, [*differences[:base], None, *differences[base:]])
     print_table(f"{Metric.of(results[base].score).title}; baseline: {labels[base]}", columns, rows)
     if any(x.p_adjusted is not None for x in differences):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvbench.leaderboard.submission.records import Check, Level, Verification
 
 app = typer.Typer(
-    help="Verify submissions, build the leaderboard site, and serve it.", no_args_is_help=True, add_completion=False,
+    help="Verify submissions, build the leaderboard site, and serve it.", add_completion=False,
     rich_markup_mode=None,
 )
 app.command("serve")(serve_command)

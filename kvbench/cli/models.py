@@ -17,7 +17,7 @@ from kvbench.models.sources import MB, SOURCES, find_added, find_source, match_s
 
 Name = Annotated[str, typer.Argument(help="A name of `kvbench models list`.")]
 
-app = typer.Typer(help="Install real language models without a hub.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Install real language models without a hub.", rich_markup_mode=None)
 
 
 @app.command("add")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.leaderboard.server.tables import Database
 
 tokens = typer.Typer(
-    help="Manage the access tokens of `kvbench leaderboard serve`.", no_args_is_help=True, rich_markup_mode=None
+    help="Manage the access tokens of `kvbench leaderboard serve`.", rich_markup_mode=None
 )
 Url = Annotated[
     str | None, typer.Option("--db", help="Database as an SQLAlchemy URL; default: SQLite in the --state folder.")

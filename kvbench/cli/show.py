@@ -111,7 +111,7 @@ def _show_run(folder: Path, *, as_json: bool) -> None:
     command, label = write_command(spec), "made by"
     if not finished:
         command, label = f"{command} --out {shlex.quote(str(folder.parent))}", "continue it with"
-    echo(f"{label}{file}: {command}\nanswers: kvbench answers {folder}")
+    echo(f"{label}{file}: {command}\nanswers: kvbench answers {shlex.quote(str(folder))}")
     if as_json:
         print_json(
             result.model_dump(mode="json") if finished

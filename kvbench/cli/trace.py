@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvbench.trace.requests import Trace
 
 app = typer.Typer(
-    help="Simulate cache policies on request traces. No model runs and no time is measured.", no_args_is_help=True,
+    help="Simulate cache policies on request traces. No model runs and no time is measured."
 )
 TITLE = "trace simulation"
 Name = Annotated[str, typer.Option("--trace", help="`synthetic`, an added trace, or the path of a trace file.")]

@@ -146,10 +146,11 @@ def _check_kind(resolved: ResolvedRequest, model: str, kind: ModelKind) -> None:
     wanted = resolved.method.card.models
     if wanted != kind:
         instead = "none" if kind == "diffusion" else "full"
+        other = "--model mini-diffusion" if wanted == "diffusion" else "--model mini"
         raise UserError(
             f"{resolved.method.card.name} needs {'a diffusion' if wanted == 'diffusion' else 'an autoregressive'} "
             f"model; {model} is {'a diffusion model' if kind == 'diffusion' else 'autoregressive'}. "
-            f"See `kvbench list methods`; to run without a cache method use {instead}."
+            f"Use {other}, or another method (`kvbench list methods`); to run without a cache method use {instead}."
         )
     if kind == "autoregressive" and resolved.generation.denoising is not None:
         raise UserError(f"{model} is autoregressive: of the --gen settings it takes max_new_tokens only.")

@@ -164,6 +164,26 @@ def test_a_damaged_journal_does_not_hide_the_other_runs(kvbench, changed, folder
     assert kvbench("query", sql, "--results", changed).code == 2
 
 
+def test_a_copy_counts_once_and_half_a_journal_not_at_all(kvbench, changed, folders):
+    """Both would change every mean over answers."""
+    sql = "SELECT count(*) FROM samples"
+    other = changed.parent / "other"
+    shutil.copytree(changed, other)
+    once = kvbench("query", sql, "--results", changed).out
+    answer = kvbench("query", sql, "--results", changed.parent)
+    assert answer.out == once
+    assert "skipped, a copy of" in answer.err
+    shutil.rmtree(other)
+    journal = next(changed.glob("samples.jsonl*"))
+    unpacked = gzip.decompress(journal.read_bytes()) if journal.suffix == ".gz" else journal.read_bytes()
+    journal.unlink()
+    (changed / "samples.jsonl").write_bytes(unpacked[: unpacked.index(b"\n") + 1])
+    shutil.copytree(folders[0], changed.parent / "whole")
+    answer = kvbench("query", "SELECT DISTINCT run_id FROM samples", "--results", changed.parent)
+    assert "its result states" in answer.err
+    assert folders[0].name in answer.out and changed.name not in answer.out
+
+
 def test_columns_can_be_listed(folders):
     """All columns of every table, with their types."""
     kinds = {"results": Result, "samples": Line, "findings": FindingRow}

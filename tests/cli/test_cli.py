@@ -135,6 +135,7 @@ def test_a_model_that_does_not_fit_is_refused(kvbench, arguments, monkeypatch):
     ("line", "message"),
     [
         ("", "Missing command"),
+        ("models", "Missing command. See `kvbench models --help`."),
         ("rum", "unknown command 'rum'. Did you mean 'run'?"),
         ("run --task niah", "Missing option '--method'"),
         ("run --method full --task niah --samples ten", "'ten'"),

@@ -228,7 +228,7 @@ REFUSED = [
     ("dkv-cache-decode", "--model mini-diffusion-prefix --task kv-short --length 300",
      "dkv-cache-decode computes prompts that attend to the answer, and mini-diffusion-prefix is trained with prompts"),
     ("snapkv", "", "snapkv needs an autoregressive model; "),
-    ("full", "", "is a diffusion model. See `kvbench list methods`; to run without a cache method use"),
+    ("full", "", "is a diffusion model. Use --model mini, or another method (`kvbench list methods`); to run"),
     ("none", f"--task {TOYS}:Uneven --gen steps=2 --gen block=4",
      "less than one step for each of 4 blocks of 4 tokens"),
     ("none", f"--task {CHOICES}:Mixed", "mixed compares choices by log-probability"),
