@@ -23,8 +23,8 @@ ALPHA = 0.05
 """Family-wise error rate, over all runs that are compared with one baseline."""
 UNADJUSTED = (
     "Verdicts go by p-values of sign flips, adjusted over the runs of the table; intervals of differences are a "
-    "bootstrap without adjustment. Ranks compare the best run with each one below it; as the best is chosen after the "
-    "fact, equal methods can get more than one rank in more than 5 % of tables."
+    "bootstrap without adjustment, or exact where all contexts agree. Ranks compare the best run with each one below "
+    "it; as the best is chosen after the fact, equal methods can get more than one rank in more than 5 % of tables."
 )
 """Why a difference may be called not significant although its interval excludes 0, and what ranks do not promise."""
 CELLS = 50_000

@@ -90,7 +90,7 @@ def _list(*, as_json: bool) -> int:
         for name, paper in list_papers().items() for table in paper.table
     ]
     findings, on_texts = read_shape().finding, find_findings("all")
-    print_table("numbers", ("claim", "title", "runnable here", "copied from"), [
+    print_table("numbers", ("claim", "title", "has code here", "copied from"), [
         (
             f"{name}:{table.name}", table.title, f"{sum(not x.missing for x in plans)} of {len(plans)}",
             {"verified": "the paper", "secondary": "a secondary source", "memory": "memory"}[table.evidence],
@@ -141,7 +141,7 @@ def _list_method(method: str, *, as_json: bool) -> int:
                 row, claim.table.measure, claim.budget or "-", claim.protocol.visibility or "-", str(len(group)),
                 str(sum(not x.missing for x in group)), claim.evidence,
             ))
-        print_list(("row", "measure", "budget", "visibility", "numbers", "runnable", "source"), tables)
+        print_list(("row", "measure", "budget", "visibility", "numbers", "has code here", "source"), tables)
         echo(f"\nOne row: kvbench reproduce {next(iter(groups))} --dry-run")
     if as_json:
         print_json({
