@@ -102,7 +102,7 @@ class HierarchicalKV(LayerKV):
 
         later: keys and values of another store, which follow.
         """
-        exact = {"key": [self.keys], "value": [self.values]}  # what follows the codes
+        exact = {"key": [self.keys], "value": [self.values]}  # entries after the codes
         for some, more in zip(exact.values(), later or (), strict=False):
             some.append(more)
         if self.tokens is None or self.groups is None:
