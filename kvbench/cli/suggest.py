@@ -148,7 +148,7 @@ def _print_answer(answer: Suggestion) -> None:
 
     echo(answer.verdict)
     for x in answer.shown:
-        echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', since {x.since}' if x.since else ''}")
+        echo(f"{_place(x)}{x.label}: {describe_lead(x, answer)}{f', newest run {x.since}' if x.since else ''}")
     for judged in answer.judged:
         found = [(x.label, judged.standings[x.label]) for x in answer.shown if x.label in judged.standings]
         if found:

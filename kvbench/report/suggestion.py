@@ -135,7 +135,7 @@ class Technique:
 
     @property
     def since(self) -> str | None:
-        """The day on which all its runs were there; None if a day is unknown."""
+        """The day of its newest run; None if a day is unknown."""
         days = [x.since for x in self.standings]
         return None if None in days else max(x for x in days if x is not None)
 

@@ -214,7 +214,7 @@ class _Table:
         return {
             "label": self._text(technique.label), "page": self._text(f"methods/{self.pages[technique.method]}.html"),
             "place": self._text(place), "leads": self._text(describe_lead(technique, answer)),
-            "since": self._text(f"since {technique.since}" if technique.since else "date unknown"),
+            "since": self._text(f"newest run {technique.since}" if technique.since else "date unknown"),
             "runs": [self._number(x) for x in technique.standings],
             "led": [int(x.leads) for x in technique.standings],
             "missing": [self._text(x) for x in missing],
