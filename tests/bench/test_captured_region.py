@@ -18,18 +18,15 @@ from kvbench.bench import decode
 from kvbench.bench.decode import open_attention
 from kvbench.bench.state import Setting, open_context
 from kvbench.hf.tiny import placed, tiny_model
-from kvbench.kernels.bitmap_attention import torch as bitmaps
-from kvbench.kernels.cast_attention import torch as casts
 from kvbench.kernels.choice import using
 from kvbench.method import Budget, BudgetKind, Method
 from kvbench.methods.baseline.full import Full
-from kvbench.methods.quantization import nvfp4, zipcache
-from kvbench.methods.retrieval import infinigen, sentencekv
+from kvbench.methods.retrieval import infinigen
 from kvbench.registry import find_method, list_entries
 from kvbench.selection import ScoredMethod
-from kvbench.store import coders, rotation
-from kvbench.techniques import calibration, codebooks, parts
+from kvbench.techniques import calibration, parts
 from kvbench.techniques.reading import ReadingMethod
+from tests.toys.gpu import forget_tables
 
 LENGTH, LATER = 96, 24
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
@@ -116,13 +113,6 @@ def put_on_gpu(call):
         return copy.deepcopy(call)
 
 
-CACHED = [
-    x for module in (codebooks, rotation, coders, nvfp4, zipcache, sentencekv, bitmaps, casts)
-    for x in vars(module).values() if hasattr(x, "cache_clear")
-]
-"""Functions that keep their tables by device, and would keep fake ones."""
-
-
 @contextmanager
 def fake_gpu():
     """Fake tensors, calibrated ones and trained parts are on an H100; kernels are not run, the code around them is."""
@@ -137,8 +127,7 @@ def fake_gpu():
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
     ):
         yield
-    for function in CACHED:
-        function.cache_clear()
+    forget_tables()
 
 
 @contextmanager

@@ -16,24 +16,15 @@ from kvbench.check.trial import CONTEXT, FORCED, choose_budget, open_session
 from kvbench.errors import UserError
 from kvbench.hf import tiny
 from kvbench.hf.load import Model
-from kvbench.kernels.bitmap_attention import torch as bitmaps
-from kvbench.kernels.cast_attention import torch as casts
 from kvbench.kernels.dense_attention import torch as dense
 from kvbench.methods.allocation import compresskv
 from kvbench.methods.baseline.full import Full
 from kvbench.methods.prefill import minference
-from kvbench.methods.quantization import nvfp4, zipcache
 from kvbench.methods.retrieval import sentencekv
 from kvbench.registry import find_method, list_entries
-from kvbench.store import coders, rotation
-from kvbench.techniques import codebooks, parts
-from tests.toys.gpu import simulated_gpu
+from kvbench.techniques import parts
+from tests.toys.gpu import forget_tables, simulated_gpu
 
-CACHED = [
-    x for module in (codebooks, rotation, coders, nvfp4, zipcache, sentencekv, bitmaps, casts)
-    for x in vars(module).values() if hasattr(x, "cache_clear")
-]
-"""Functions that keep their tables by device."""
 METHODS = [x.name for x in list_entries("method") if x.models == "autoregressive"]
 SECOND = ("model.layers.1", "model.norm", "lm_head")
 """Parts of a spread model that lie on the second device."""
@@ -62,8 +53,7 @@ def gpu(monkeypatch, cache):
         monkeypatch.setattr(module, memo, {})
     with simulated_gpu() as found, tiny.placed("cuda", torch.bfloat16):
         yield found
-    for function in CACHED:
-        function.cache_clear()
+    forget_tables()
 
 
 def spread(devices):

@@ -12,6 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from kvbench.kernels.bitmap_attention import torch as bitmaps
+from kvbench.kernels.cast_attention import torch as casts
+from kvbench.methods.quantization import nvfp4, zipcache
+from kvbench.methods.retrieval import sentencekv
+from kvbench.store import coders, rotation
+from kvbench.techniques import codebooks
+
 GPU = torch.device("cuda", 0)
 HOST = torch.device("cpu")
 ROOT = str(Path(__file__).parents[2])
@@ -128,6 +135,14 @@ class Generator(torch.Generator):
         made = super().__new__(cls)
         made.on_gpu = names_gpu(device)
         return made
+
+
+def forget_tables():
+    """Drop the tables that functions keep by device: those of a simulated one are none of a real one."""
+    for module in (codebooks, rotation, coders, nvfp4, zipcache, sentencekv, bitmaps, casts):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 @contextmanager
