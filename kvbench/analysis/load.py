@@ -17,6 +17,8 @@ from kvbench.runs.spec import shorten
 from kvbench.runs.stats import INTERVAL, find_interval
 
 RUNS = Path("runs")
+Seen = dict[str, list[tuple[Path, Result]]]
+"""Folders and results of runs, by run id."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRu
         UserError: a run is damaged that was given itself, or all are.
     """
     found: list[FinishedRun] = []
-    by_id: dict[str, list[FinishedRun]] = {}
+    seen: Seen = {}
     for folder in folders:
         try:
             run = load_run(folder)
@@ -130,16 +132,22 @@ def load_found(folders: Iterable[Path], texts: Sequence[str]) -> list[FinishedRu
                 raise
             say(f"warning: skipped: {error}")
             continue
-        same = by_id.setdefault(run.result.run_id, [])
-        original = next((x for x in same if x.result == run.result), None)
-        if original is None:
-            same.append(run)
+        if not is_copy(folder, run.result, seen):
             found.append(run)
-        else:
-            say(f"{folder}: skipped, a copy of {original.folder}.")
     if not found:
         raise UserError(f"no run of {', '.join(texts)} can be read.")
     return found
+
+
+def is_copy(folder: Path, result: Result, seen: Seen) -> bool:
+    """Whether a run was seen in another folder, which is said; one that was not is added to `seen`."""
+    same = seen.setdefault(result.run_id, [])
+    original = next((place for place, x in same if x == result), None)
+    if original is None:
+        same.append((folder, result))
+    else:
+        say(f"{folder}: skipped, a copy of {original}.")
+    return original is not None
 
 
 def load_run(folder: Path) -> FinishedRun:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.analysis.columns import FlatRecord, RecordColumn, find_columns, flatten, make_table
-from kvbench.analysis.load import check_complete, find_runs
+from kvbench.analysis.load import Seen, check_complete, find_runs, is_copy
 from kvbench.errors import UserError
 from kvbench.log import say
 from kvbench.machine import load_extra
@@ -88,17 +88,12 @@ def _read_samples(folders: Sequence[Path]) -> Iterable[FlatRecord]:
 
 
 def _find(folders: Sequence[Path]) -> Iterator[tuple[Path, Result]]:
-    """Runs with their results; of copies in several folders the first, as everywhere."""
-    found: dict[str, list[tuple[Path, Result]]] = {}
+    """Runs with their results; of copies in several folders the first."""
+    seen: Seen = {}
     for folder in find_runs([str(x) for x in folders]):
         result = read_file(folder / "result.json", Result)
-        same = found.setdefault(result.run_id, [])
-        original = next((place for place, x in same if x == result), None)
-        if original is None:
-            same.append((folder, result))
+        if not is_copy(folder, result, seen):
             yield folder, result
-        else:
-            say(f"{folder}: skipped, a copy of {original}.")
 
 
 def _read_findings(folders: Sequence[Path]) -> Iterable[FlatRecord]:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from kvbench.leaderboard.server.state import State
     from kvbench.leaderboard.server.tables import Database
 
-tokens = typer.Typer(
-    help="Manage the access tokens of `kvbench leaderboard serve`.", rich_markup_mode=None
-)
+tokens = typer.Typer(help="Manage the access tokens of `kvbench leaderboard serve`.", rich_markup_mode=None)
 Url = Annotated[
     str | None, typer.Option("--db", help="Database as an SQLAlchemy URL; default: SQLite in the --state folder.")
 ]
@@ -143,4 +141,3 @@ def _open(url: str | None, folder: Path, results: Path = Path("results")) -> tup
     with saving(folder):
         place.make()
     return place, Database(url or place.database)
-

@@ -16,9 +16,7 @@ from kvbench.errors import MOST_INSTANCES, MOST_SEED, UserError, check_number, u
 if TYPE_CHECKING:
     from kvbench.trace.requests import Trace
 
-app = typer.Typer(
-    help="Simulate cache policies on request traces. No model runs and no time is measured."
-)
+app = typer.Typer(help="Simulate cache policies on request traces. No model runs and no time is measured.")
 TITLE = "trace simulation"
 Name = Annotated[str, typer.Option("--trace", help="`synthetic`, an added trace, or the path of a trace file.")]
 Blocks = Annotated[
@@ -103,7 +101,7 @@ def run_command(
 ) -> None:
     """Serve a trace from one cache by policy and capacity."""
     from kvbench.analysis.formatting import print_table
-    from kvbench.trace.measures import bytes_per_token, find_bounds, read_capacity, tabulate
+    from kvbench.trace.measures import bytes_per_token, find_bounds, tabulate
     from kvbench.trace.policies import order_by_prefix
 
     if output is not None and output.suffix != ".html":
@@ -118,9 +116,7 @@ def run_command(
     names = list(dict.fromkeys(_choose(policy or ["lru"], found)))
     if settings and len(names) != 1:
         raise UserError(f"--set applies to one policy, and {len(names)} are run. Give one --policy.")
-    least = 0 if blocks else 1  # the default shares may be less than a block
-    wanted = [read_capacity(x, found, least=least) for x in blocks or ["1%", "10%", "infinite"]]
-    capacities = list(dict.fromkeys(wanted))
+    capacities = list(dict.fromkeys(_read_capacities(blocks, ["1%", "10%", "infinite"], found)))
     size = bytes_per_token(model) * (found.block_tokens or 0)
     pins = None if seconds_per_token is None else read_seconds("--seconds-per-token", seconds_per_token, "1e-4,0.02")
     rows = tabulate(found, names, capacities, settings or [], pins, size)
@@ -148,13 +144,10 @@ def tiers_command(
     Give --blocks once per tier.
     """
     from kvbench.analysis.formatting import print_table
-    from kvbench.trace.measures import read_capacity
     from kvbench.trace.tiers import TIERS, serve_tiers
 
     found = _find_blocks(trace, kind)
-    ran = serve_tiers(found, [
-        read_capacity(x, found, least=0 if blocks else 1) for x in blocks or ["1%", "10%", "50%"]
-    ])
+    ran = serve_tiers(found, _read_capacities(blocks, ["1%", "10%", "50%"], found))
     rows = list(zip(TIERS, ran.capacities, ran.hits, strict=False))
     print_table(f"{TITLE}: {found.name}", ("tier", "blocks", "hit rate of the tier"), [
         (name, f"{capacity:,.0f}", f"{hits / max(1, ran.references):.4f}") for name, capacity, hits in rows
@@ -298,6 +291,13 @@ def _find(name: str, kind: str | None, seed: int = 0) -> Trace:
     from kvbench.trace.sources import find_trace
 
     return find_trace(name, kind=kind, seed=seed)
+
+
+def _read_capacities(given: list[str] | None, usual: list[str], trace: Trace) -> list[float]:
+    """Capacities in blocks: those given, or the usual ones, each of which is a block at least."""
+    from kvbench.trace.measures import read_capacity
+
+    return [read_capacity(x, trace, least=0 if given else 1) for x in given or usual]
 
 
 def _find_blocks(name: str, kind: str | None, seed: int = 0) -> Trace:

@@ -92,7 +92,7 @@ class ChosenKV(SelectiveKV):
         """Attention of one token over the marked entries, which are gathered and nothing else.
 
         mask: [B, H, n] bool, over the first n entries. H is the number of KV heads, or of query heads that read for
-        themselves. weigh: of the keys that are read, what is added to their logits.
+        themselves. weigh: a function of the keys that are read; its result is added to their logits.
         """
         heads, kv_heads = mask.shape[1], self.keys.shape[1]
         batch, head, entry = mask.nonzero(as_tuple=True)

@@ -33,8 +33,6 @@ def check_cells(cells: Sequence[SweepCell]) -> list[ResolvedRequest]:
         first = seen.setdefault((facts, request.model, request.device, request.dtype or "auto"), cell)
         if first is not cell:
             raise UserError(f"cells {first.label} and {cell.label} are the same run. Remove one of them.")
-    for method, task in {(type(x.method), type(x.task)) for x in plans}:
-        find_sources(method, task)  # now: the checkout may change while the sweep runs
     return plans
 
 
@@ -60,7 +58,10 @@ def place_cells(
         with _naming(cell):
             check_dtype(cell.request.dtype)
             placed.append(replace(cell, request=replace(cell.request, device=find(cell.request))))
-    return placed, check_cells(placed)
+    plans = check_cells(placed)
+    for method, task in {(type(x.method), type(x.task)) for x in plans}:
+        find_sources(method, task)  # now: the checkout may change while the sweep runs
+    return placed, plans
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def find_bounds(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
 
 
 def read_capacity(text: str, trace: Trace, *, least: int = 0) -> float:
-    """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`. least: fewer become so many.
+    """Blocks from `10000`, `10%` of the trace's distinct blocks, or `infinite`. least: the smallest capacity returned.
 
     Raises:
         UserError: anything else, or less than one block.

@@ -39,7 +39,7 @@ AUTHORS: Rename = {
 PUBLISHED_WINDOW = 513
 """Tokens that the authors' self-attention reads: 512, and the newest."""
 _DRAFTERS: dict[tuple[str | None, int, int | None, str, str, torch.device], Drafter] = {}
-"""By hash of the weights, window, hash of the model, element type and device."""
+"""By hash of the weights, window, layer that is read, hash of the model, element type and device."""
 
 
 @dataclass(frozen=True)
